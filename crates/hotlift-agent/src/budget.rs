@@ -152,7 +152,7 @@ pub struct Shares {
 /// A session that shares the budget.
 struct Sharer {
     id: Id,
-    moment: Snapshot,
+    snapshot: Snapshot,
     is_urgent: bool,
     /// CPU time so far, if it has a relay.
     cpu: Option<Duration>,
@@ -175,13 +175,13 @@ impl Shares {
     pub fn apply(&self, config: &Config, options: &StreamOptions, sessions: Vec<Arc<Session>>) {
         self.rate.set(config.max_bandwidth.0);
         let sharers = sessions.into_iter().filter_map(|session| {
-            let moment = session.snapshot();
-            let shares = session.shares_budget() && moment.state != State::Waiting;
+            let snapshot = session.snapshot();
+            let shares = session.shares_budget() && snapshot.state != State::Waiting;
             let has_relay =
-                session.subject.kind == Kind::Migration && moment.state != State::PassedThrough;
+                session.subject.kind == Kind::Migration && snapshot.state != State::PassedThrough;
             let sharer = Sharer {
                 id: session.subject.id,
-                moment,
+                snapshot,
                 is_urgent: session.is_urgent(),
                 cpu: has_relay.then(|| session.control.cpu_time()),
             };
@@ -204,34 +204,34 @@ impl Usage {
         let (mut bandwidth, mut cpu) = (Vec::new(), Vec::new());
         for Sharer {
             id,
-            moment,
+            snapshot,
             is_urgent,
             cpu: time,
         } in sharers
         {
             let claim = Claim {
-                weight: moment.weight,
+                weight: snapshot.weight,
                 is_urgent: *is_urgent,
                 ..Claim::default()
             };
             // The available units are known after its first report.
-            let had = |part: u64| match moment.progress.elapsed.is_zero() {
+            let had = |part: u64| match snapshot.progress.elapsed.is_zero() {
                 true => 0,
                 false => part,
             };
             // The rate is below 2^63 and not negative.
             #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-            let used = moment.rate as u64;
+            let used = snapshot.rate as u64;
             bandwidth.push(Claim {
                 used,
-                had: had(moment.share.bandwidth),
-                most: moment.limit,
+                had: had(snapshot.share.bandwidth),
+                most: snapshot.limit,
                 ..claim
             });
             cpu.push(time.map(|time| Claim {
                 // No rate limiter enforces the cores, so an idle session keeps its own part.
                 used: self.cores(*id, time, now).max(1),
-                had: had(moment.share.cpu.into()),
+                had: had(snapshot.share.cpu.into()),
                 ..claim
             }));
         }
@@ -456,15 +456,15 @@ mod tests {
                 demand,
                 work,
             } = host;
-            let Share { bandwidth, cpu } = sharer.moment.share;
+            let Share { bandwidth, cpu } = sharer.snapshot.share;
             let may = |share: u64, whole| if whole == 0 { u64::MAX } else { share };
             let sent = (*demand).min(may(bandwidth, config.max_bandwidth.0));
             let progress = RelayProgress {
-                elapsed: sharer.moment.progress.elapsed + ROUND,
-                sent_bytes: sharer.moment.progress.sent_bytes + sent / 4,
+                elapsed: sharer.snapshot.progress.elapsed + ROUND,
+                sent_bytes: sharer.snapshot.progress.sent_bytes + sent / 4,
                 ..RelayProgress::default()
             };
-            sharer.moment.note(&progress, None);
+            sharer.snapshot.note(&progress, None);
             let used = (*work).min(may(cpu.into(), 1));
             if let Some(time) = &mut sharer.cpu {
                 *time += ROUND * u32::try_from(used).unwrap() / 1000;
@@ -473,7 +473,9 @@ mod tests {
         let sharers: Vec<_> = hosts.iter().map(|host| host.sharer.again()).collect();
         let shares = usage.share(config, &sharers, now);
         for (host, share) in hosts.iter_mut().zip(shares) {
-            host.sharer.moment.set_share(share, config.max_bandwidth.0);
+            host.sharer
+                .snapshot
+                .set_share(share, config.max_bandwidth.0);
         }
     }
 
@@ -481,7 +483,7 @@ mod tests {
         fn again(&self) -> Self {
             Self {
                 id: self.id,
-                moment: self.moment.clone(),
+                snapshot: self.snapshot.clone(),
                 is_urgent: self.is_urgent,
                 cpu: self.cpu,
             }
@@ -501,7 +503,7 @@ mod tests {
                 .map(|id| Host {
                     sharer: Sharer {
                         id: Id(id),
-                        moment: Snapshot {
+                        snapshot: Snapshot {
                             weight: rng.u32(1..=1000),
                             ..Snapshot::default()
                         },
@@ -528,11 +530,11 @@ mod tests {
                 now += ROUND;
                 round(&mut usage, &config, &mut hosts, now);
             }
-            let weights: u32 = hosts.iter().map(|host| host.sharer.moment.weight).sum();
+            let weights: u32 = hosts.iter().map(|host| host.sharer.snapshot.weight).sum();
             let relays = || hosts.iter().filter(|host| host.sharer.cpu.is_some());
-            let of_relays: u32 = relays().map(|host| host.sharer.moment.weight).sum();
+            let of_relays: u32 = relays().map(|host| host.sharer.snapshot.weight).sum();
             for host in &hosts {
-                let Snapshot { weight, share, .. } = host.sharer.moment;
+                let Snapshot { weight, share, .. } = host.sharer.snapshot;
                 let part = WHOLE * u64::from(weight) / u64::from(weights);
                 assert!(
                     share.bandwidth.abs_diff(part) <= 8,

@@ -119,15 +119,15 @@ impl MigrationRow {
     /// Returns the row of `session` at `now`.
     #[must_use]
     pub fn of(session: &Session, now: Instant) -> Self {
-        let moment = session.snapshot();
+        let snapshot = session.snapshot();
         let subject = &session.subject;
-        let (progress, report) = (&moment.progress, moment.report.as_ref());
-        let Share { bandwidth, cpu } = moment.share;
+        let (progress, report) = (&snapshot.progress, snapshot.report.as_ref());
+        let Share { bandwidth, cpu } = snapshot.share;
         Self {
             id: subject.id,
             direction: subject.direction,
             kind: subject.kind,
-            status: moment.state.name().to_owned(),
+            status: snapshot.state.name().to_owned(),
             to: subject.to.to_string(),
             peer: subject.peer.clone(),
             seconds: session.age(now).as_secs_f64(),
@@ -136,20 +136,20 @@ impl MigrationRow {
             normal_pages: report.map_or(progress.normal_pages, |report| report.normal_pages),
             zero_pages: report.map_or(progress.zero_pages, |report| report.zero_pages),
             ram_bytes: progress.total_bytes,
-            rate: moment.rate,
+            rate: snapshot.rate,
             cpu_seconds: session.control.cpu_time().as_secs_f64(),
-            weight: moment.weight,
-            limit: moment.limit,
+            weight: snapshot.weight,
+            limit: snapshot.limit,
             bandwidth,
             cores: f64::from(cpu) / 1000.0,
-            downtime_seconds: moment.paused_time(now).as_secs_f64(),
+            downtime_seconds: snapshot.paused_time(now).as_secs_f64(),
             // An ended migration's last stall is part of its error.
             stall: session
                 .control
                 .stall()
-                .filter(|_| moment.took.is_none())
+                .filter(|_| snapshot.took.is_none())
                 .map(|stall| stall.to_string()),
-            error: moment.error.clone(),
+            error: snapshot.error.clone(),
         }
     }
 }
@@ -177,9 +177,9 @@ impl AgentCommands {
     fn info(&self) -> AgentInfo {
         let config = self.0.config();
         let totals = self.0.sessions.totals();
-        let ended = |well: bool| {
+        let ended = |is_completed: bool| {
             let of_migrations = totals.ended.iter().filter(|([_, kind, state], _)| {
-                *kind == "migration" && (*state == "completed") == well
+                *kind == "migration" && (*state == "completed") == is_completed
             });
             of_migrations.map(|(_, count)| count).sum()
         };

@@ -125,7 +125,7 @@ fn migration(
     let progress = Progress::default();
     let on_source = |_: &SourceStream| progress.has_begun.store(true, Ordering::Release);
     let on_commit = || progress.is_committed.store(true, Ordering::Release);
-    let on_progress = |moment: &RelayProgress| session.note(moment);
+    let on_progress = |snapshot: &RelayProgress| session.note(snapshot);
     let hooks = Hooks {
         on_source: Some(&on_source),
         on_commit: Some(&on_commit),
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn an_announced_migration_waits_for_its_source_until_the_announcer_goes() {
+    fn an_announced_migration_waits_for_its_source_until_the_announcer_disconnects() {
         let agent = agent("ports = \"49152-49152\"");
         let (stream, announcer) = connection();
         thread::scope(|scope| {

@@ -183,8 +183,8 @@ const TABLE: &[Row] = &[
                 let names = State::under_way().map(State::name);
                 states.extend(names.map(|state| ((direction.name(), state), 0)));
             }
-            for (session, moment) in &seen.migrations {
-                let state = (session.subject.direction.name(), moment.state.name());
+            for (session, snapshot) in &seen.migrations {
+                let state = (session.subject.direction.name(), snapshot.state.name());
                 *states.entry(state).or_default() += 1;
             }
             let labelled = |(direction, state): (&str, &str)| {
@@ -220,22 +220,22 @@ const TABLE: &[Row] = &[
     each_counter(
         "hotlift_migration_sent_bytes",
         "Bytes sent by a migration",
-        |_, moment| number(moment.progress.sent_bytes),
+        |_, snapshot| number(snapshot.progress.sent_bytes),
     ),
     each_counter(
         "hotlift_migration_received_bytes",
         "Bytes received by it",
-        |_, moment| number(moment.progress.received_bytes),
+        |_, snapshot| number(snapshot.progress.received_bytes),
     ),
     each_counter(
         "hotlift_migration_normal_pages",
         "Pages with content that it forwarded",
-        |_, moment| number(moment.progress.normal_pages),
+        |_, snapshot| number(snapshot.progress.normal_pages),
     ),
     each_counter(
         "hotlift_migration_zero_pages",
         "Zero pages that it forwarded",
-        |_, moment| number(moment.progress.zero_pages),
+        |_, snapshot| number(snapshot.progress.zero_pages),
     ),
     each_counter(
         "hotlift_migration_cpu_seconds",
@@ -245,35 +245,35 @@ const TABLE: &[Row] = &[
     each_gauge(
         "hotlift_migration_ram_bytes",
         "Bytes of its VM's RAM blocks",
-        |_, moment| number(moment.progress.total_bytes),
+        |_, snapshot| number(snapshot.progress.total_bytes),
     ),
     each_gauge(
         "hotlift_migration_rate_bytes_per_second",
         "Bytes a second that it sends",
-        |_, moment| moment.rate,
+        |_, snapshot| snapshot.rate,
     ),
     each_gauge(
         "hotlift_migration_ratio",
         "Bytes of its normal pages divided by the bytes that it sent",
-        |_, moment| match number(moment.progress.sent_bytes) {
-            sent if sent > 0.0 => number(moment.progress.normal_pages) * 4096.0 / sent,
+        |_, snapshot| match number(snapshot.progress.sent_bytes) {
+            sent if sent > 0.0 => number(snapshot.progress.normal_pages) * 4096.0 / sent,
             _ => 0.0,
         },
     ),
     each_gauge(
         "hotlift_migration_downtime_seconds",
         "Downtime of its guest so far, as measured by the relay",
-        |_, moment| moment.paused_time(Instant::now()).as_secs_f64(),
+        |_, snapshot| snapshot.paused_time(Instant::now()).as_secs_f64(),
     ),
     each_gauge(
         "hotlift_migration_share_bandwidth_bytes_per_second",
         "Bytes a second that it may send now; 0 is unlimited",
-        |_, moment| number(moment.share.bandwidth),
+        |_, snapshot| number(snapshot.share.bandwidth),
     ),
     each_gauge(
         "hotlift_migration_share_cores",
         "Cores that it may use now; 0 is unlimited",
-        |_, moment| f64::from(moment.share.cpu) / 1000.0,
+        |_, snapshot| f64::from(snapshot.share.cpu) / 1000.0,
     ),
     each_gauge(
         "hotlift_migration_seconds",
@@ -338,7 +338,7 @@ fn each(seen: &Seen, value: fn(&Session, &Snapshot) -> f64) -> Values {
     };
     let migrations = seen.migrations.iter();
     migrations
-        .map(|(session, moment)| (labels(session), value(session, moment)))
+        .map(|(session, snapshot)| (labels(session), value(session, snapshot)))
         .collect()
 }
 
@@ -346,16 +346,16 @@ impl Seen {
     fn of(agent: &Agent) -> Self {
         let config = agent.config();
         let (totals, under_way) = agent.sessions.snapshot();
-        let with_moment = |session: Arc<Session>| {
-            let moment = session.snapshot();
-            (session, moment)
+        let with_snapshot = |session: Arc<Session>| {
+            let snapshot = session.snapshot();
+            (session, snapshot)
         };
-        let under_way = under_way.into_iter().map(with_moment);
+        let under_way = under_way.into_iter().map(with_snapshot);
         let (migrations, tunnels): (Vec<_>, Vec<_>) =
             under_way.partition(|(session, _)| session.subject.kind == Kind::Migration);
         let mut traffic = totals.traffic.clone();
-        for (session, moment) in migrations.iter().chain(&tunnels) {
-            traffic.add(session, moment);
+        for (session, snapshot) in migrations.iter().chain(&tunnels) {
+            traffic.add(session, snapshot);
         }
         Self {
             totals,

@@ -109,8 +109,8 @@ impl LoggedMisses {
         // A new table counts from zero.
         self.0
             .retain(|to, _| counts.iter().any(|count| count.to == *to));
-        let mut news = counts;
-        news.retain(|count| match self.0.get_mut(&count.to) {
+        let mut new_counts = counts;
+        new_counts.retain(|count| match self.0.get_mut(&count.to) {
             Some((packets, _)) if count.packets <= *packets => {
                 *packets = count.packets;
                 false
@@ -124,7 +124,7 @@ impl LoggedMisses {
                 true
             }
         });
-        (news, waits)
+        (new_counts, waits)
     }
 }
 

@@ -102,7 +102,7 @@ fn migration(
             method: source.method.to_owned(),
         });
     };
-    let on_progress = |moment: &RelayProgress| session.note(moment);
+    let on_progress = |snapshot: &RelayProgress| session.note(snapshot);
     let hooks = Hooks {
         on_source: Some(&on_source),
         on_progress: Some(&on_progress),

@@ -225,11 +225,11 @@ impl<'a> Router<'a> {
             }
         }
         while self.waiting.take_first(is_over).is_some() {}
-        let goes_on = |to: &SocketAddr, place: &AddressClasses| {
+        let stays = |to: &SocketAddr, place: &AddressClasses| {
             let under_way = under_way(&self.sessions, *to);
             place.kind().is_some() || under_way.is_some_and(|session| session.takes())
         };
-        places.retain(|to, place| goes_on(to, place));
+        places.retain(|to, place| stays(to, place));
         while let Some((one, since)) =
             (self.waiting).take_first(|one, _| places.contains_key(&one.to))
         {

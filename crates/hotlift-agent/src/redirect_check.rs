@@ -195,11 +195,11 @@ fn addresses_to_check(config: &Config) -> io::Result<Vec<SocketAddr>> {
 
 /// Returns the addresses and masks of the interfaces that lead to other hosts.
 fn own_networks() -> io::Result<Vec<(IpAddr, IpAddr)>> {
-    let away = getifaddrs()?.filter(|interface| {
+    let external = getifaddrs()?.filter(|interface| {
         interface.flags.contains(InterfaceFlags::IFF_UP)
             && !interface.flags.contains(InterfaceFlags::IFF_LOOPBACK)
     });
-    Ok(away
+    Ok(external
         .filter_map(|interface| Some((ip_of(&interface.address?)?, ip_of(&interface.netmask?)?)))
         .collect())
 }

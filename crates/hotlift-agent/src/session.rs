@@ -102,7 +102,7 @@ pub struct Session {
     pub rate: SharedRate,
     /// True once its connections are accepted on arrival.
     is_open: AtomicBool,
-    moment: Arc<Mutex<Snapshot>>,
+    snapshot: Arc<Mutex<Snapshot>>,
     log: Log,
 }
 
@@ -116,15 +116,15 @@ impl Session {
         weight: u32,
         log: &Log,
     ) -> Self {
-        let moment = Arc::new(Mutex::new(Snapshot {
+        let snapshot = Arc::new(Mutex::new(Snapshot {
             weight,
             ..Snapshot::default()
         }));
         let watcher = {
-            let (subject, moment, log) = (subject.clone(), Arc::clone(&moment), log.clone());
+            let (subject, snapshot, log) = (subject.clone(), Arc::clone(&snapshot), log.clone());
             move |event| {
                 if let MigrationEvent::Status(status) = event
-                    && lock(&moment).follow(status, Instant::now())
+                    && lock(&snapshot).follow(status, Instant::now())
                 {
                     log.write(LogLevel::Info, &subject.line(status.name()));
                 }
@@ -138,7 +138,7 @@ impl Session {
             rate: SharedRate::default(),
             since: Instant::now(),
             is_open: AtomicBool::new(false),
-            moment,
+            snapshot,
             log: log.clone(),
         }
     }
@@ -146,23 +146,23 @@ impl Session {
     /// Returns a snapshot of its progress.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
-        lock(&self.moment).clone()
+        lock(&self.snapshot).clone()
     }
 
     /// Sets the state of its relay.
     #[cfg(test)]
     pub fn follow(&self, status: Status) {
-        lock(&self.moment).follow(status, Instant::now());
+        lock(&self.snapshot).follow(status, Instant::now());
     }
 
     /// Sets the compression method of its pages.
     pub fn has_method(&self, method: &'static str) {
-        lock(&self.moment).method = method;
+        lock(&self.snapshot).method = method;
     }
 
     /// Enters another state, and logs it.
     pub fn enter(&self, state: State) {
-        if lock(&self.moment).enter(state) {
+        if lock(&self.snapshot).enter(state) {
             self.log
                 .write(LogLevel::Info, &self.subject.line(state.name()));
         }
@@ -170,14 +170,14 @@ impl Session {
 
     /// Logs a line about it.
     pub fn log(&self, level: LogLevel, text: &str) {
-        let line = self.subject.line(lock(&self.moment).state.name());
+        let line = self.subject.line(lock(&self.snapshot).state.name());
         self.log.write(level, &format!("{line} {text}"));
     }
 
     /// Takes a progress report of its relay.
     pub fn note(&self, progress: &RelayProgress) {
         let stall = self.control.stall();
-        let is_new = lock(&self.moment).note(progress, stall);
+        let is_new = lock(&self.snapshot).note(progress, stall);
         match stall {
             _ if !is_new => {}
             Some(stall) => self.log(LogLevel::Warning, &stall.to_string()),
@@ -187,7 +187,7 @@ impl Session {
 
     /// Sets its share of the host's `whole` bandwidth (0: unlimited), for its relay, or for data without a relay.
     pub fn set_share(&self, share: Share, whole: u64, options: &StreamOptions) {
-        let Some(max_bandwidth) = lock(&self.moment).set_share(share, whole) else {
+        let Some(max_bandwidth) = lock(&self.snapshot).set_share(share, whole) else {
             return;
         };
         self.rate.set(max_bandwidth);
@@ -204,9 +204,9 @@ impl Session {
 
     /// Sets the operator's bandwidth limit and weight.
     pub fn limit(&self, bandwidth: Option<u64>, weight: Option<u32>) {
-        let mut moment = lock(&self.moment);
-        moment.limit = bandwidth.unwrap_or(moment.limit);
-        moment.weight = weight.unwrap_or(moment.weight);
+        let mut snapshot = lock(&self.snapshot);
+        snapshot.limit = bandwidth.unwrap_or(snapshot.limit);
+        snapshot.weight = weight.unwrap_or(snapshot.weight);
     }
 
     /// Returns true if it shares the host's budget: a migration that leaves the host, or a tunnel, which sends in both
@@ -229,7 +229,7 @@ impl Session {
     /// Returns true if its guest runs at the destination, and its source has pages that the destination lacks.
     #[must_use]
     pub fn is_in_postcopy(&self) -> bool {
-        lock(&self.moment).state.is_postcopy()
+        lock(&self.snapshot).state.is_postcopy()
     }
 
     /// Ends it, and writes its last log line.
@@ -239,10 +239,10 @@ impl Session {
             Ok(_) => LogLevel::Info,
             Err(_) => LogLevel::Error,
         };
-        let mut moment = lock(&self.moment);
-        let rest = moment.end(outcome, self.control.is_cancelled(), self.since.elapsed());
-        let line = self.subject.line(moment.state.name());
-        drop(moment);
+        let mut snapshot = lock(&self.snapshot);
+        let rest = snapshot.end(outcome, self.control.is_cancelled(), self.since.elapsed());
+        let line = self.subject.line(snapshot.state.name());
+        drop(snapshot);
         self.log.write(level, &format!("{line} {rest}"));
     }
 
@@ -250,7 +250,7 @@ impl Session {
     #[must_use]
     pub fn age(&self, now: Instant) -> Duration {
         let so_far = || now.saturating_duration_since(self.since);
-        lock(&self.moment).took.unwrap_or_else(so_far)
+        lock(&self.snapshot).took.unwrap_or_else(so_far)
     }
 
     /// Passes a connection to it.

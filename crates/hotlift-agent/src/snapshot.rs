@@ -236,11 +236,11 @@ mod tests {
     fn downtime_is_from_the_guests_stop_to_its_run_at_the_destination() {
         let begun = Instant::now();
         let after = |statuses: &[(u64, Status)]| {
-            let mut moment = Snapshot::default();
+            let mut snapshot = Snapshot::default();
             for (ms, status) in statuses {
-                moment.follow(*status, begun + Duration::from_millis(*ms));
+                snapshot.follow(*status, begun + Duration::from_millis(*ms));
             }
-            moment.downtime.map(|time| time.as_millis())
+            snapshot.downtime.map(|time| time.as_millis())
         };
         let (active, device, completed) = (Status::Active, Status::Device, Status::Completed);
         let precopy = [(0, active), (10, device), (15, device), (17, completed)];
@@ -263,9 +263,9 @@ mod tests {
         let own = ["waiting", "connecting", "passed-through", "none", "setup"];
         assert_eq!(names[..own.len()], own);
         assert_eq!(names.iter().collect::<HashSet<_>>().len(), names.len());
-        let mut moment = Snapshot::default();
+        let mut snapshot = Snapshot::default();
         for status in Status::ALL {
-            let is_own = moment.follow(status, Instant::now());
+            let is_own = snapshot.follow(status, Instant::now());
             assert_eq!(
                 is_own,
                 names[own.len() - 1..].contains(&status.name()),
@@ -284,15 +284,15 @@ mod tests {
             peer: std::net::Ipv4Addr::new(192, 0, 2, 2).into(),
             time: Duration::from_secs(5),
         };
-        let mut moment = Snapshot::default();
+        let mut snapshot = Snapshot::default();
         let mut note = |ms, sent_bytes, stall: Option<StallKind>| {
             let progress = RelayProgress {
                 elapsed: Duration::from_millis(ms),
                 sent_bytes,
                 ..RelayProgress::default()
             };
-            let is_new = moment.note(&progress, stall.map(stalled));
-            (moment.rate, is_new)
+            let is_new = snapshot.note(&progress, stall.map(stalled));
+            (snapshot.rate, is_new)
         };
         assert_eq!(note(500, 100, None), (200.0, false));
         assert_eq!(note(500, 300, None), (200.0, false), "at the same time");
@@ -305,14 +305,18 @@ mod tests {
     #[test]
     fn a_share_leaves_room_to_catch_up_and_respects_the_operators_limit() {
         let share = |bandwidth| Share { bandwidth, cpu: 1 };
-        let mut moment = Snapshot::default();
-        assert_eq!(moment.set_share(share(0), 0), Some(0));
-        assert_eq!(moment.set_share(share(0), 0), None, "it is the same");
-        assert_eq!(moment.set_share(share(100), 1000), Some(125));
-        assert_eq!(moment.set_share(share(80), 0), Some(80), "no whole to keep");
-        moment.limit = 110;
-        assert_eq!(moment.set_share(share(100), 1000), Some(110));
-        assert_eq!(moment.set_share(share(u64::MAX), 1), Some(110));
+        let mut snapshot = Snapshot::default();
+        assert_eq!(snapshot.set_share(share(0), 0), Some(0));
+        assert_eq!(snapshot.set_share(share(0), 0), None, "it is the same");
+        assert_eq!(snapshot.set_share(share(100), 1000), Some(125));
+        assert_eq!(
+            snapshot.set_share(share(80), 0),
+            Some(80),
+            "no whole to keep"
+        );
+        snapshot.limit = 110;
+        assert_eq!(snapshot.set_share(share(100), 1000), Some(110));
+        assert_eq!(snapshot.set_share(share(u64::MAX), 1), Some(110));
     }
 
     /// Any order of events: a relay's thread may report one late.
@@ -321,12 +325,12 @@ mod tests {
         for seed in 0..10_000 {
             let mut rng = Rng::with_seed(seed);
             let begun = Instant::now();
-            let mut moment = Snapshot::default();
+            let mut snapshot = Snapshot::default();
             let mut now = begun;
             let mut ended = None;
             for _ in 0..40 {
                 now += MS * rng.u32(0..500);
-                let before = moment.state;
+                let before = snapshot.state;
                 let is_new = match rng.u8(0..20) {
                     0 if ended.is_none() => {
                         let is_cancelled = rng.bool();
@@ -339,21 +343,21 @@ mod tests {
                             (Err(_), true) => Status::Cancelled,
                             (Err(_), false) => Status::Failed,
                         };
-                        let line = moment.end(outcome, is_cancelled, now - begun);
+                        let line = snapshot.end(outcome, is_cancelled, now - begun);
                         let seconds = format!("seconds={:.1}", (now - begun).as_secs_f64());
                         assert!(line.starts_with(&seconds), "{line}");
-                        assert_eq!(moment.state, State::Of(expected), "seed {seed}");
-                        ended = Some(moment.state);
+                        assert_eq!(snapshot.state, State::Of(expected), "seed {seed}");
+                        ended = Some(snapshot.state);
                         true
                     }
-                    1..4 => moment.enter(State::Waiting),
-                    4..7 => moment.enter(State::Connecting),
-                    _ => moment.follow(*rng.choice(&Status::ALL).unwrap(), now),
+                    1..4 => snapshot.enter(State::Waiting),
+                    4..7 => snapshot.enter(State::Connecting),
+                    _ => snapshot.follow(*rng.choice(&Status::ALL).unwrap(), now),
                 };
-                assert_eq!(is_new, before != moment.state, "seed {seed}");
-                assert!(moment.paused_time(now) <= now - begun, "seed {seed}");
+                assert_eq!(is_new, before != snapshot.state, "seed {seed}");
+                assert!(snapshot.paused_time(now) <= now - begun, "seed {seed}");
                 if let Some(state) = ended {
-                    assert_eq!(moment.state, state, "seed {seed}");
+                    assert_eq!(snapshot.state, state, "seed {seed}");
                 }
             }
         }

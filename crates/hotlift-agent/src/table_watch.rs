@@ -100,9 +100,9 @@ pub fn keep(agent: &Agent, changes: &Changes) {
 /// Logs the packets that missed the redirect since the last call. Returns true if further log lines wait for their time.
 fn log_past(agent: &Agent, logged: &mut LoggedMisses, now: Instant) -> bool {
     // Errors of nft are reported elsewhere.
-    let (news, waits) = logged.due_for_log(counts().unwrap_or_default(), now);
+    let (new_counts, waits) = logged.due_for_log(counts().unwrap_or_default(), now);
     let plaintext = agent.config().plaintext;
-    for count in news {
+    for count in new_counts {
         let line = count.line(plaintext);
         match plaintext {
             Plaintext::Refuse => agent.refuse(&line),

@@ -108,20 +108,20 @@ impl Default for Totals {
 impl Totals {
     /// Adds an ended session.
     pub fn add(&mut self, session: &Session) {
-        let moment = session.snapshot();
+        let snapshot = session.snapshot();
         let subject = &session.subject;
         let direction = subject.direction.name();
-        let outcome = [direction, subject.kind.name(), moment.state.name()];
+        let outcome = [direction, subject.kind.name(), snapshot.state.name()];
         *self.ended.entry(outcome).or_default() += 1;
-        self.traffic.add(session, &moment);
+        self.traffic.add(session, &snapshot);
         if subject.kind == Kind::Migration
-            && moment.state == State::Of(Status::Completed)
-            && let (Some(took), Some(durations)) = (moment.took, self.durations.get(direction))
+            && snapshot.state == State::Of(Status::Completed)
+            && let (Some(took), Some(durations)) = (snapshot.took, self.durations.get(direction))
         {
             durations.observe(took.as_secs_f64());
         }
-        if moment.report.is_some()
-            && let Some(downtime) = moment.downtime.map(|time| time.as_secs_f64())
+        if snapshot.report.is_some()
+            && let Some(downtime) = snapshot.downtime.map(|time| time.as_secs_f64())
         {
             if let Some(downtimes) = self.downtimes.get(direction) {
                 downtimes.observe(downtime);
@@ -163,9 +163,9 @@ impl Default for Traffic {
 
 impl Traffic {
     /// Adds a session, which may be running. Its part never shrinks: later reports have larger counts.
-    pub fn add(&mut self, session: &Session, moment: &Snapshot) {
+    pub fn add(&mut self, session: &Session, snapshot: &Snapshot) {
         let direction = session.subject.direction.name();
-        let (progress, report) = (&moment.progress, moment.report.as_ref());
+        let (progress, report) = (&snapshot.progress, snapshot.report.as_ref());
         let sent = report.map_or(progress.sent_bytes, |report| report.sent_bytes);
         let received = report.map_or(progress.received_bytes, |report| report.received_bytes);
         let normal = report.map_or(progress.normal_pages, |report| report.normal_pages);
@@ -180,7 +180,7 @@ impl Traffic {
             Some(report) => report.methods.clone(),
             None => session.control.method_figures(),
         };
-        let fixed = report.map_or(moment.method, |report| &report.method);
+        let fixed = report.map_or(snapshot.method, |report| &report.method);
         if !methods.is_empty() {
             for method in methods {
                 add(&mut self.pages, &method.name, number(method.pages));

@@ -133,7 +133,7 @@ mod tests {
     use crate::cell::tests::example;
 
     #[test]
-    fn rates_and_the_neighbour_come_in_the_order_of_their_times() {
+    fn changes_of_rates_and_the_neighbour_load_are_ordered_by_time() {
         let mut cell = example();
         cell.link = Some("1gbit,200mbit@1s,1gbit@3s".parse().unwrap());
         cell.neighbour = Some(Duration::from_secs(2));

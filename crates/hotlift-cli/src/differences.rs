@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_fits_80_columns_with_all_of_its_words() {
+    fn the_table_fits_80_columns_without_lost_text() {
         let flags = "avx, avx2, avx512bw, avx512cd, avx512dq, avx512f, avx512vl, bmi1, bmi2";
         let rows = [
             row("machine type", "pc-q35-10.0", "pc-q35-10.0", Outcome::Same),

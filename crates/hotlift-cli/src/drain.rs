@@ -156,9 +156,9 @@ struct Drain<'a> {
     aborts: Vec<Option<PipeWriter>>,
     /// Reason to start no further moves.
     stop: Option<String>,
-    news: Receiver<DrainEvent>,
+    events: Receiver<DrainEvent>,
     /// Keeps the channel open, so that only news and time end a wait.
-    to_news: Sender<DrainEvent>,
+    sender: Sender<DrainEvent>,
     display: Display,
 }
 
@@ -172,8 +172,8 @@ enum DrainEvent {
 
 impl<'a> Drain<'a> {
     fn new(plan: Plan, here: Libvirt, args: &'a DrainArgs) -> Self {
-        let (to_news, news) = channel();
-        let lost = to_news.clone();
+        let (sender, events) = channel();
+        let lost = sender.clone();
         // A send error means that the command has ended.
         peers::watch(&plan, move |one| _ = lost.send(DrainEvent::Lost(one)));
         Self {
@@ -183,15 +183,15 @@ impl<'a> Drain<'a> {
             here,
             args,
             stop: None,
-            news,
-            to_news,
+            events,
+            sender,
             display: Display::new(args.output.quiet),
         }
     }
 
     fn run(mut self, interrupt: &Interrupt) -> Vec<Outcome> {
-        let to_news = self.to_news.clone();
-        let signal = move |_| _ = to_news.send(DrainEvent::Interrupted);
+        let sender = self.sender.clone();
+        let signal = move |_| _ = sender.send(DrainEvent::Interrupted);
         // The message of an earlier signal may not have arrived yet.
         if interrupt.is_raised() {
             self.interrupted();
@@ -221,8 +221,8 @@ impl<'a> Drain<'a> {
                 true => show_at.saturating_duration_since(Instant::now()),
                 false => Duration::MAX,
             };
-            let mut news = self.news.recv_timeout(wait).ok();
-            while let Some(one) = news {
+            let mut events = self.events.recv_timeout(wait).ok();
+            while let Some(one) = events {
                 match one {
                     DrainEvent::Move(index, event) => self.take(index, event),
                     DrainEvent::Lost(UnreachableHost { uri, reason }) => {
@@ -230,7 +230,7 @@ impl<'a> Drain<'a> {
                     }
                     DrainEvent::Interrupted => self.interrupted(),
                 }
-                news = self.news.try_recv().ok();
+                events = self.events.try_recv().ok();
             }
             if Instant::now() >= show_at {
                 show_at = Instant::now() + POLL_INTERVAL;
@@ -303,8 +303,8 @@ impl<'a> Drain<'a> {
             is_displayed: self.display.is_table(),
             abort,
         };
-        let to_news = self.to_news.clone();
-        one.start(move |event| _ = to_news.send(DrainEvent::Move(index, event)));
+        let sender = self.sender.clone();
+        one.start(move |event| _ = sender.send(DrainEvent::Move(index, event)));
         self.enter(index, MoveState::UnderWay { job: None });
     }
 

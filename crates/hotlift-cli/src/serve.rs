@@ -188,7 +188,7 @@ impl Host<'_> {
                 continue;
             };
             let mut source = call.conversation;
-            let sent_away = match call.request {
+            let rejected = match call.request {
                 Ok(hello) => match self.receive(&mut source, &hello, held) {
                     SourceResult::Over(outcome) => return outcome,
                     SourceResult::SentAway(error) => error,
@@ -203,7 +203,7 @@ impl Host<'_> {
                     error.into()
                 }
             };
-            warn!("hotlift: refused a source: {}", error_line(&sent_away));
+            warn!("hotlift: refused a source: {}", error_line(&rejected));
         }
     }
 

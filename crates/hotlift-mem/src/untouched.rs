@@ -220,15 +220,15 @@ mod tests {
 
     const PAGES: usize = 2048 + 7;
 
-    type Way = fn(&File, usize, usize, &mut [u64]) -> io::Result<()>;
-    const WAYS: [(&str, Way); 2] = [("scan", scan), ("entries", read_entries)];
+    type ReadUntouched = fn(&File, usize, usize, &mut [u64]) -> io::Result<()>;
+    const READERS: [(&str, ReadUntouched); 2] = [("scan", scan), ("entries", read_entries)];
 
     /// Returns each method's answer about all of `block`; methods that this kernel lacks are omitted.
     fn answers(block: &RamBlock) -> Vec<(&'static str, Vec<bool>)> {
         let file = pagemap().expect("/proc/self/pagemap");
-        let answer = |(name, way): (&'static str, Way)| {
+        let answer = |(name, read): (&'static str, ReadUntouched)| {
             let mut out = vec![0; PAGES.div_ceil(64)];
-            match way(file, block.host_addr().addr(), PAGES, &mut out) {
+            match read(file, block.host_addr().addr(), PAGES, &mut out) {
                 Ok(()) => Some((name, bits(&out))),
                 Err(e) => {
                     hotlift_testkit::skip!("pagemap", "no {name} on this kernel: {e}");
@@ -236,7 +236,7 @@ mod tests {
                 }
             }
         };
-        WAYS.into_iter().filter_map(answer).collect()
+        READERS.into_iter().filter_map(answer).collect()
     }
 
     fn bits(out: &[u64]) -> Vec<bool> {
@@ -267,11 +267,11 @@ mod tests {
 
     #[test]
     fn fresh_private_memory_is_all_untouched() {
-        for (way, answer) in answers(&private(Advice::LinuxNoHugepage)) {
-            assert!(answer[..PAGES].iter().all(|bit| *bit), "{way}");
+        for (read, answer) in answers(&private(Advice::LinuxNoHugepage)) {
+            assert!(answer[..PAGES].iter().all(|bit| *bit), "{read}");
             assert!(
                 !answer[PAGES..].iter().any(|bit| *bit),
-                "{way}: past the end"
+                "{read}: past the end"
             );
         }
     }
@@ -280,9 +280,9 @@ mod tests {
     fn without_huge_pages_each_written_page_is_reported() {
         let block = private(Advice::LinuxNoHugepage);
         write(&block);
-        for (way, answer) in answers(&block) {
+        for (read, answer) in answers(&block) {
             for (page, untouched) in answer[..PAGES].iter().enumerate() {
-                assert_eq!(*untouched, !written(page), "{way}: page {page}");
+                assert_eq!(*untouched, !written(page), "{read}: page {page}");
             }
         }
     }
@@ -291,12 +291,12 @@ mod tests {
     fn with_huge_pages_no_written_page_is_called_untouched() {
         let block = private(Advice::LinuxHugepage);
         write(&block);
-        for (way, answer) in answers(&block) {
+        for (read, answer) in answers(&block) {
             for (page, untouched) in answer[..PAGES].iter().enumerate() {
-                assert!(!(*untouched && written(page)), "{way}: page {page}");
+                assert!(!(*untouched && written(page)), "{read}: page {page}");
             }
             // Nothing was written in the last unit, which is too short for a huge page.
-            assert!(answer[PAGES - 7..PAGES].iter().all(|bit| *bit), "{way}");
+            assert!(answer[PAGES - 7..PAGES].iter().all(|bit| *bit), "{read}");
         }
     }
 
@@ -305,10 +305,10 @@ mod tests {
         let block = private(Advice::LinuxNoHugepage);
         assert!((0..PAGES).all(|page| block.page_is_zero(page)));
         write(&block);
-        for (way, answer) in answers(&block) {
+        for (read, answer) in answers(&block) {
             for (page, untouched) in answer[..PAGES].iter().enumerate() {
-                assert!(!(*untouched && written(page)), "{way}: page {page}");
-                assert!(*untouched != written(page) || way != "scan", "page {page}");
+                assert!(!(*untouched && written(page)), "{read}: page {page}");
+                assert!(*untouched != written(page) || read != "scan", "page {page}");
             }
         }
     }

@@ -182,14 +182,14 @@ impl OutgoingMigration<'_> {
         let may_run_there = AtomicBool::new(false);
         let on_commit = || may_run_there.store(true, Ordering::SeqCst);
         let activity = OnceLock::new();
-        let on_taken = |does: GuestActivity| {
+        let on_run = |does: GuestActivity| {
             let _ = activity.set(does);
         };
         let hooks = Hooks {
             on_progress: Some(&note),
             ownership: Some(&ownership),
             on_commit: Some(&on_commit),
-            on_taken: Some(&on_taken),
+            on_run: Some(&on_run),
             ..Hooks::default()
         };
         let relay = || {

@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_short_read_says_what_is_missing_and_moves_nothing() {
+    fn a_short_read_names_the_missing_bytes_and_consumes_nothing() {
         let mut reader = Reader::new(&[1, 2, 3]);
         let error = reader.be64("number").unwrap_err();
         assert!(matches!(

@@ -130,7 +130,7 @@ fn a_main_channel_is_read_to_its_last_byte() {
 }
 
 #[test]
-fn every_device_section_has_the_length_that_the_description_says() {
+fn every_device_section_has_the_length_of_the_description() {
     for name in recorded() {
         let main = connection(&name, "main");
         let events = events(&mut decoder_for(&main), &main).unwrap();

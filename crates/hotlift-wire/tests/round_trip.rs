@@ -389,7 +389,7 @@ fn one_buffer_serves_all_packets_of_a_channel() {
 }
 
 #[test]
-fn an_unused_part_of_a_header_is_zero_whatever_came_before() {
+fn an_unused_part_of_a_header_is_zero_after_any_earlier_packet() {
     let offsets = [PAGE; 128];
     let full = PacketFields {
         block: "a long name of a block",

@@ -167,7 +167,7 @@ fn windows_of_all_channels_together_are_bounded_and_the_option_is_named() {
 }
 
 #[test]
-fn windows_that_fit_are_taken_and_are_no_more_than_what_is_stated() {
+fn windows_that_fit_are_accepted_and_stay_within_the_stated_size() {
     alone!();
     // 24 windows of 2 MiB fit; those of 4 MiB only with the higher limit.
     for (window_log, options, limit) in [

@@ -274,18 +274,18 @@ impl Move<'_> {
             hotlift::relay::relay(incoming, &outgoing, &settings, &control, hooks)
         };
         let (relay, libvirt) = run_alongside(relay, |ended| {
-            let mut is_heard = true;
+            let mut is_connected = true;
             let libvirt = self.libvirt(port, ended, &mut |migrating, wakes, until| {
                 let mut wakes = wakes.to_vec();
-                wakes.extend(is_heard.then(|| conversation.as_fd()));
+                wakes.extend(is_connected.then(|| conversation.as_fd()));
                 let ended = migrating.wait(&wakes, Some(until))?;
-                while is_heard {
+                while is_connected {
                     match conversation.receive(Duration::ZERO) {
                         Ok(Some(Message::Failed { reason })) => theirs = Some(one_line(&reason)),
                         Ok(Some(_)) => {}
                         Ok(None) => break,
                         Err(_) => {
-                            is_heard = false;
+                            is_connected = false;
                             control.suspect_peer();
                         }
                     }

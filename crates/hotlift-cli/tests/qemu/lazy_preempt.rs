@@ -61,7 +61,7 @@ fn pass((mut from, mut to): (UnixStream, UnixStream), count: &AtomicU64) {
 }
 
 #[test]
-fn requested_pages_come_on_the_preempt_channel_of_every_qemu_that_has_one() {
+fn requested_pages_use_the_preempt_channel_of_every_qemu_that_has_one() {
     use Release::{V7, V10, V11};
     let files = folder();
     for (from, name, to) in [

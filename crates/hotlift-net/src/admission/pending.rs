@@ -13,7 +13,7 @@ use super::limits::Limits;
 pub struct PendingConnections<S> {
     limits: Limits,
     /// Edge-triggered: bytes that were checked and are not enough wake no further wait until more arrive.
-    news: OwnedFd,
+    epoll_fd: OwnedFd,
     /// In order of entry.
     waiting: Vec<Waiting<S>>,
     next: u64,
@@ -38,7 +38,7 @@ impl<S: AsFd> PendingConnections<S> {
     pub fn new(limits: Limits) -> io::Result<Self> {
         Ok(Self {
             limits,
-            news: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            epoll_fd: epoll::create(epoll::CreateFlags::CLOEXEC)?,
             waiting: Vec::new(),
             next: 0,
         })
@@ -52,7 +52,7 @@ impl<S: AsFd> PendingConnections<S> {
         let number = self.next;
         let flags = epoll::EventFlags::IN | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
         epoll::add(
-            &self.news,
+            &self.epoll_fd,
             &connection,
             epoll::EventData::new_u64(number),
             flags,
@@ -73,7 +73,7 @@ impl<S: AsFd> PendingConnections<S> {
 
     /// Returns the descriptor to poll for reading: it is readable when a connection has received something.
     pub fn polled(&self) -> BorrowedFd<'_> {
-        self.news.as_fd()
+        self.epoll_fd.as_fd()
     }
 
     /// Shortens `wait` to the next timeout of a connection; to zero if one must be checked.
@@ -107,7 +107,7 @@ impl<S: AsFd> PendingConnections<S> {
         };
         let mut events = [empty; EVENTS];
         // A failure counts as no events: the next wait returns immediately.
-        let taken = epoll::wait(&self.news, &mut events, Some(&Timespec::default()));
+        let taken = epoll::wait(&self.epoll_fd, &mut events, Some(&Timespec::default()));
         for event in &events[..taken.unwrap_or(0)] {
             self.recheck(event.data.u64());
         }
@@ -154,7 +154,7 @@ impl<S: AsFd> PendingConnections<S> {
     /// Also stops watching the descriptor: a duplicate of the socket would keep it in the epoll set.
     fn take(&mut self, index: usize) -> (S, Instant) {
         let one = self.waiting.remove(index);
-        let _ = epoll::delete(&self.news, &one.connection);
+        let _ = epoll::delete(&self.epoll_fd, &one.connection);
         (one.connection, one.since)
     }
 }

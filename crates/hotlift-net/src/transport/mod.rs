@@ -892,7 +892,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unix_socket_file_goes_with_its_listener_and_a_stale_one_is_replaced() {
+    fn a_unix_socket_file_is_removed_with_its_listener_and_a_stale_one_is_replaced() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let address = Address::Unix { path: path.clone() };

@@ -21,7 +21,7 @@ pub(super) struct Secured {
     reader: Mutex<Reading>,
     writer: Mutex<RecordSealer>,
     /// True if a missing `close_notify` is not an error, as with a QEMU. The migration stream itself shows if data is missing.
-    ends_anyhow: bool,
+    may_lack_close: bool,
     /// The other side's verified certificate; none from a QEMU that was not asked for one.
     pub peer: Option<Identity>,
     pub exporter: Exporter,
@@ -48,7 +48,7 @@ impl Reading {
 impl Secured {
     pub(super) fn new(session: Session, profile: Profile) -> Self {
         Self {
-            ends_anyhow: profile == Profile::Qemu,
+            may_lack_close: profile == Profile::Qemu,
             reader: Mutex::new(Reading {
                 records: session.reader,
                 error: None,
@@ -60,7 +60,7 @@ impl Secured {
     }
 
     pub(super) fn is_of_a_qemu(&self) -> bool {
-        self.ends_anyhow
+        self.may_lack_close
     }
 
     fn reader(&self) -> MutexGuard<'_, Reading> {
@@ -71,7 +71,7 @@ impl Secured {
     pub(super) fn read(&self, mut from: impl Read, into: &mut [u8]) -> io::Result<usize> {
         let mut reader = self.reader();
         let plaintext = match reader.plaintext(&mut from) {
-            Err(RecordError::Truncated) if self.ends_anyhow => return Ok(0),
+            Err(RecordError::Truncated) if self.may_lack_close => return Ok(0),
             plaintext => plaintext.map_err(io_error)?,
         };
         let length = plaintext.len().min(into.len());
@@ -131,7 +131,7 @@ impl Secured {
                 Ok(Some(length))
             }
             Err(RecordError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
-            Err(RecordError::Truncated) if self.ends_anyhow => Ok(Some(0)),
+            Err(RecordError::Truncated) if self.may_lack_close => Ok(Some(0)),
             Err(error) => Err(io_error(error)),
         }
     }

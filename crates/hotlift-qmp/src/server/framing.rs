@@ -17,7 +17,7 @@ pub const MAX_NESTING: usize = 127;
 pub(super) struct Framing {
     buffer: Vec<u8>,
     /// Number of examined bytes of `buffer`.
-    looked_at: usize,
+    examined: usize,
     depth: usize,
     inside: Inside,
 }
@@ -56,11 +56,11 @@ impl Framing {
 
     /// Returns the next value in the input.
     pub(super) fn next(&mut self) -> Option<Found> {
-        while let Some(&byte) = self.buffer.get(self.looked_at) {
-            if self.looked_at >= MAX_REQUEST {
+        while let Some(&byte) = self.buffer.get(self.examined) {
+            if self.examined >= MAX_REQUEST {
                 return Some(Found::TooMuch("JSON token size limit exceeded"));
             }
-            self.looked_at += 1;
+            self.examined += 1;
             match (self.inside, byte) {
                 (Inside::Nothing, b' ' | b'\t' | b'\r' | b'\n') => self.take(0),
                 (Inside::Escape, _) => self.inside = Inside::String,
@@ -99,14 +99,14 @@ impl Framing {
 
     /// Removes the examined bytes, except the last `less` ones.
     fn found(&mut self, less: usize) -> Found {
-        let found = parse(&self.buffer[..self.looked_at - less]);
+        let found = parse(&self.buffer[..self.examined - less]);
         self.take(less);
         found
     }
 
     fn take(&mut self, less: usize) {
-        self.buffer.drain(..self.looked_at - less);
-        self.looked_at = 0;
+        self.buffer.drain(..self.examined - less);
+        self.examined = 0;
         self.depth = 0;
         self.inside = Inside::Nothing;
     }

@@ -28,7 +28,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use serde::{Deserialize, Serialize};
 
 pub use self::rule::{AsTheyCome, Flow, Rule, Socket, Stop};
-use self::socket::{Listener, Target, end, end_half, has_come, is_gone, write_all};
+use self::socket::{Listener, Target, end, end_half, has_data, is_gone, write_all};
 use crate::error::KitError;
 use crate::namespace::{DESTINATION, Namespace, PROXY};
 
@@ -315,7 +315,7 @@ impl<R: Rule> Drop for Proxy<R> {
 }
 
 fn accept<R: Rule>(core: &Arc<Core>, rule: &Arc<R>, listener: &Listener) {
-    while has_come(listener, &core.ends) && !core.has_ended() {
+    while has_data(listener, &core.ends) && !core.has_ended() {
         let Ok(client) = listener.accept() else {
             continue;
         };
@@ -353,7 +353,7 @@ fn carry<R: Rule>(core: &Core, rule: &R, connection: &Connection, back: bool) {
     let mut direction = R::Direction::default();
     let (mut first, mut came, mut chunk) = (Vec::new(), Vec::new(), vec![0; CHUNK]);
     let mut is_deaf = false;
-    while has_come(from, &core.ends) {
+    while has_data(from, &core.ends) {
         let read = rustix::io::read(from, chunk.as_mut_slice());
         core.wait();
         let ending = match read {

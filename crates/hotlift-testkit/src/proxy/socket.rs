@@ -80,7 +80,7 @@ pub(super) fn end_half(socket: &OwnedFd) {
 }
 
 /// Waits until `socket` has data or has ended; returns false once `ends` is readable and no data is there.
-pub(super) fn has_come(socket: &impl AsFd, ends: &OwnedFd) -> bool {
+pub(super) fn has_data(socket: &impl AsFd, ends: &OwnedFd) -> bool {
     let mut fds = [
         PollFd::new(socket, PollFlags::IN),
         PollFd::new(ends, PollFlags::IN),

@@ -30,8 +30,8 @@ pub(crate) struct Auto {
     goal: Mutex<Goal>,
     accelerator: Accelerator,
     link: Mutex<LinkMeter>,
-    /// Cached [`LinkMeter::bytes_on_the_way`].
-    on_the_way: AtomicU32,
+    /// Cached [`LinkMeter::bytes_in_flight`].
+    in_flight: AtomicU32,
     /// Share of the channels' waits that the wire causes, in thousandths.
     share_of_wire: AtomicU32,
     /// Last report of the destination.
@@ -113,7 +113,7 @@ impl Auto {
             goal: Mutex::new(goal),
             accelerator,
             link: Mutex::default(),
-            on_the_way: AtomicU32::new(0),
+            in_flight: AtomicU32::new(0),
             share_of_wire: AtomicU32::new(0),
             destination: Mutex::default(),
             choices: OnceLock::new(),
@@ -187,7 +187,7 @@ impl Auto {
     /// Returns how many of a channel's `unacknowledged` bytes wait for the wire: excludes those in transit, and those that wait
     /// for the destination. Returns 0 before the first packets are through.
     pub(crate) fn waiting(&self, unacknowledged: u32) -> u32 {
-        let waiting = unacknowledged.saturating_sub(self.on_the_way.load(Ordering::Relaxed));
+        let waiting = unacknowledged.saturating_sub(self.in_flight.load(Ordering::Relaxed));
         let share = self.share_of_wire.load(Ordering::Relaxed);
         whole(f64::from(waiting) * f64::from(share) / 1000.0)
     }
@@ -250,8 +250,8 @@ impl Auto {
             idle: link.idle(),
         };
         if is_new {
-            self.on_the_way
-                .store(whole(link.bytes_on_the_way()), Ordering::Relaxed);
+            self.in_flight
+                .store(whole(link.bytes_in_flight()), Ordering::Relaxed);
             self.share_of_wire
                 .store(whole(free.waits_for[0] * 1000.0), Ordering::Relaxed);
         }

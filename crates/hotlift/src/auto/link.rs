@@ -193,7 +193,7 @@ impl LinkMeter {
     }
 
     /// Returns the bytes of a channel in transit to the peer and back, if none wait.
-    pub(crate) fn bytes_on_the_way(&self) -> f64 {
+    pub(crate) fn bytes_in_flight(&self) -> f64 {
         let states = self.last.iter().flat_map(|(_, states)| states);
         let trip = states
             .map(|state| state.min_rtt.as_secs_f64())

@@ -38,7 +38,7 @@ pub struct Hooks<'a> {
     /// argument is the guest's former run state (`RunState`) from the stream. Without this hook only the stream decides.
     pub has_taken: Option<HasTaken<'a>>,
     /// Called once the destination has confirmed that it has the guest, with the guest's state there.
-    pub on_taken: Option<&'a (dyn Fn(GuestActivity) + Sync)>,
+    pub on_run: Option<&'a (dyn Fn(GuestActivity) + Sync)>,
 }
 
 /// Properties of a connected source.

@@ -87,7 +87,7 @@ impl<'a> Watch<'a> {
             {
                 session.fail(error);
             }
-            let looks_at = self.source.poll(session, now);
+            let next_poll = self.source.poll(session, now);
             if session.source_handover.failure.is_set() && !std::mem::replace(&mut has_failed, true)
             {
                 self.source.free_readers(session);
@@ -101,7 +101,7 @@ impl<'a> Watch<'a> {
                 report_at = Some(now + REPORT);
                 on_progress(&self.progress(total_bytes));
             }
-            let mut deadlines = vec![report_at, closes_until, looks_at, liveness.next(now)];
+            let mut deadlines = vec![report_at, closes_until, next_poll, liveness.next(now)];
             let mut fds = Vec::new();
             if session.may_fail() {
                 let ends = |stream| PollFd::new(stream, PollFlags::RDHUP);

@@ -26,7 +26,7 @@ pub(crate) struct Arrivals<'a> {
     rejections: Rejections,
     /// The main channel until it is taken, and the time when it was accepted.
     pub main: Option<(Stream, Instant)>,
-    main_came: bool,
+    main_arrived: bool,
     /// Multifd channels in the order of their arrival.
     pub multifd: Vec<(InitialPacket, Stream)>,
     /// The channel whose opening packet made this side reject the source.
@@ -53,7 +53,7 @@ impl<'a> Arrivals<'a> {
             accept_loop,
             rejections: rejections.clone(),
             main: None,
-            main_came: false,
+            main_arrived: false,
             multifd: Vec::new(),
             refused: None,
             is_hotlift: false,
@@ -78,7 +78,7 @@ impl<'a> Arrivals<'a> {
         if ended && self.waits_for_channels() {
             // Before the new arrivals are processed: one may be the main channel of the next migration.
             self.rejections.reject("a main channel without a migration");
-            (self.main, self.main_came, self.since) = (None, false, None);
+            (self.main, self.main_arrived, self.since) = (None, false, None);
             self.host = None;
         } else if ended {
             return Err(MigrationError::main_closed());
@@ -90,11 +90,11 @@ impl<'a> Arrivals<'a> {
             self.since.get_or_insert(arrival.since);
             match arrival.head() {
                 // One of the two is left over from a failed migration.
-                ConnectionClass::Main | ConnectionClass::Resumed if self.main_came => {
+                ConnectionClass::Main | ConnectionClass::Resumed if self.main_arrived => {
                     self.rejections.reject("a second main channel");
                 }
                 ConnectionClass::Main | ConnectionClass::Resumed => {
-                    self.main_came = true;
+                    self.main_arrived = true;
                     self.host.get_or_insert_with(|| arrival.stream.host());
                     self.main = Some((arrival.stream, arrival.since));
                 }
@@ -158,9 +158,9 @@ impl<'a> Arrivals<'a> {
 
     /// Names the multifd channels of `channels` that have not arrived.
     pub(crate) fn missing(&self, channels: u8) -> String {
-        let has_come = |id: &u8| self.multifd.iter().any(|(packet, _)| packet.id == *id);
+        let has_arrived = |id: &u8| self.multifd.iter().any(|(packet, _)| packet.id == *id);
         let missing: Vec<_> = (0..channels)
-            .filter(|id| !has_come(id))
+            .filter(|id| !has_arrived(id))
             .map(|id| id.to_string())
             .collect();
         match missing.split_last() {

@@ -124,12 +124,12 @@ mod tests {
 
     #[test]
     fn a_source_with_a_full_send_buffer_learns_of_the_close_at_once() {
-        learns_of_a_close_behind(&|ours| close_within(&[ours], Duration::ZERO));
-        learns_of_a_close_behind(&Stream::cut);
+        sees_close_after(&|ours| close_within(&[ours], Duration::ZERO));
+        sees_close_after(&Stream::cut);
     }
 
     /// Closes a connection whose source has sent more than the buffer holds, after `shut` has ended reading.
-    fn learns_of_a_close_behind(shut: &dyn Fn(&Stream)) {
+    fn sees_close_after(shut: &dyn Fn(&Stream)) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         // The smallest buffer: the first bytes fill it, and the window is exactly 0.
         rustix::net::sockopt::set_socket_recv_buffer_size(&listener, 1).unwrap();

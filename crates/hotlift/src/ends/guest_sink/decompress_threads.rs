@@ -142,7 +142,7 @@ pub(crate) struct DecompressQueue<'a> {
     run: Option<Run>,
     /// Pages of runs that threads may still have, by RAM block.
     away: Vec<DirtyBitmap>,
-    any_away: bool,
+    any_in_use: bool,
     /// Emptied runs, with room for all of them.
     taken_back: Vec<Run>,
 }
@@ -162,7 +162,7 @@ impl<'a> DecompressQueue<'a> {
             away: blocks
                 .map(|block| DirtyBitmap::new(block.pages()))
                 .collect(),
-            any_away: false,
+            any_in_use: false,
             taken_back: Vec::with_capacity(RUNS_PER_THREAD * threads + 1),
         })
     }
@@ -184,7 +184,7 @@ impl<'a> DecompressQueue<'a> {
             }
         };
         self.away[block].set(offset / PAGE_SIZE);
-        self.any_away = true;
+        self.any_in_use = true;
         run.pages.push(Page {
             block,
             offset,
@@ -209,7 +209,7 @@ impl<'a> DecompressQueue<'a> {
 
     /// Waits until all queued pages are in guest RAM.
     pub(crate) fn settle(&mut self) -> Result<(), MigrationError> {
-        if !self.any_away {
+        if !self.any_in_use {
             return Ok(());
         }
         let runs = self.runs;
@@ -224,7 +224,7 @@ impl<'a> DecompressQueue<'a> {
             self.taken_back.push(run);
         }
         self.taken_back.drain(..).for_each(|run| runs.release(run));
-        self.any_away = false;
+        self.any_in_use = false;
         Ok(())
     }
 

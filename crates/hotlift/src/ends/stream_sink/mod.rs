@@ -156,7 +156,7 @@ pub(crate) struct Seen {
     /// Its sync points; `None` without multifd.
     pub sync_points: Option<SyncPoints>,
     /// The source detects zero pages.
-    pub zeros_were_looked_for: bool,
+    pub zeros_were_detected: bool,
     /// The source is the guest of this process, whose channel threads close each round with a SYNC packet themselves.
     pub is_guest: bool,
     /// That guest has `postcopy-preempt`.
@@ -168,7 +168,7 @@ impl Seen {
     pub(crate) fn guest(preempts: bool) -> Self {
         Self {
             sync_points: Some(SyncPoints::shown(false)),
-            zeros_were_looked_for: true,
+            zeros_were_detected: true,
             is_guest: true,
             preempts,
         }
@@ -284,7 +284,7 @@ impl<'a> StreamSink<'a> {
             seen,
             sync_points: SyncPoints::of_destination(settings, seen.sync_points, configuration),
             version: version_of(configuration),
-            finds_zeros: AtomicBool::new(seen.zeros_were_looked_for),
+            finds_zeros: AtomicBool::new(seen.zeros_were_detected),
             switched: AtomicBool::new(false),
             preempt: OnceLock::new(),
             is_hotlift: AtomicBool::new(false),
@@ -397,11 +397,11 @@ impl<'a> StreamSink<'a> {
         &self.ram.blocks[block].name
     }
 
-    fn looks_for_zeros(&self) -> bool {
+    fn detects_zeros(&self) -> bool {
         match self.settings.zero_pages {
             Some(mode) => mode != ZeroPageDetection::None,
             // In postcopy a QEMU with multifd does not detect zero pages (10.1 and newer).
-            None if self.is_switched() => !self.seen.zeros_were_looked_for,
+            None if self.is_switched() => !self.seen.zeros_were_detected,
             None => !self.finds_zeros.load(Ordering::Relaxed),
         }
     }

@@ -34,7 +34,7 @@ impl WritePages for ChannelWriter<'_, '_> {
         if came > 0 {
             self.sink.source_finds_zeros();
         }
-        if self.sink.looks_for_zeros() {
+        if self.sink.detects_zeros() {
             batch.find_zero_pages();
         }
         let in_packet = match self.sink.zero_place() {
@@ -67,7 +67,7 @@ pub(crate) struct Forwarding<'s, 'a> {
 impl<'s, 'a> Forwarding<'s, 'a> {
     /// Creates it if it is possible: pages are sent unchanged, and the source detects zero pages.
     pub(crate) fn new(sink: &'s StreamSink<'a>, channel: u8) -> Option<Self> {
-        if sink.looks_for_zeros() {
+        if sink.detects_zeros() {
             return None;
         }
         let packets = PacketForwarder::new(&sink.out.multifd, channel)?;
@@ -120,7 +120,7 @@ impl<'s, 'a> MainWriter<'s, 'a> {
 
 impl WritePages for MainWriter<'_, '_> {
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
-        if self.sink.looks_for_zeros() {
+        if self.sink.detects_zeros() {
             batch.find_zero_pages();
         }
         let Some((deflater, pages)) = &mut self.compress else {

@@ -161,7 +161,7 @@ impl WritePages for Background<'_, '_> {
         if !self.sink.is_switched() || !self.sink.pages_on_main() {
             return self.before.write(batch);
         }
-        if self.sink.looks_for_zeros() {
+        if self.sink.detects_zeros() {
             batch.find_zero_pages();
         }
         let block = batch.block;

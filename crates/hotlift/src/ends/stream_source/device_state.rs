@@ -32,16 +32,16 @@ pub(crate) fn hand_over(
         }
         Err(_) => None,
     });
-    if let (Ok(activity), Some(on_taken)) = (&outcome, hooks.on_taken) {
-        on_taken(*activity);
+    if let (Ok(activity), Some(on_run)) = (&outcome, hooks.on_run) {
+        on_run(*activity);
     }
     outcome
 }
 
 /// Reports to the source that the destination has the guest, and the state of the guest there.
-pub(crate) fn report_taken(session: &Session<'_>, upstream: &Upstream, activity: GuestActivity) {
+pub(crate) fn report_run(session: &Session<'_>, upstream: &Upstream, activity: GuestActivity) {
     let shut = ReturnMessage::Shut(0);
-    let messages = if upstream.takes_doing && activity != GuestActivity::Unknown {
+    let messages = if upstream.takes_activity && activity != GuestActivity::Unknown {
         session.destination_handover.record_activity(activity);
         encode(&[ReturnMessage::GuestActivity(activity), shut])
     } else {

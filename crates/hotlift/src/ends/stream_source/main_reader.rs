@@ -8,7 +8,7 @@ use hotlift_wire::main_channel::PageContent;
 use hotlift_wire::main_channel::postcopy::asks_for_loaded_devices;
 use hotlift_wire::return_path::ReturnMessage;
 
-use crate::ends::stream_source::device_state::{await_release, hand_over, report_taken};
+use crate::ends::stream_source::device_state::{await_release, hand_over, report_run};
 use crate::ends::stream_source::main_pages::MainPages;
 use crate::ends::stream_source::read_setup::Setup;
 use crate::ends::stream_source::upstream::Upstream;
@@ -236,14 +236,14 @@ impl Relay<'_> {
                     return Err(MigrationError::Cancelled);
                 }
                 let doing = hand_over(session, &[EOF], hooks)?;
-                report_taken(session, self.upstream, doing);
+                report_run(session, self.upstream, doing);
                 return Ok(Next::Done);
             }
             Action::Eof { .. } => self.commit(hooks)?,
             Action::End(end) => {
                 let outcome = hand_over(session, end, hooks);
                 match &outcome {
-                    Ok(doing) => report_taken(session, self.upstream, *doing),
+                    Ok(doing) => report_run(session, self.upstream, *doing),
                     Err(MigrationError::Destination { .. } | MigrationError::File(_)) => {
                         session.destination_handover.refused();
                     }

@@ -17,7 +17,7 @@ pub(crate) struct Upstream {
     /// The source is a guest of a Hotlift, which is saved.
     pub is_guest: bool,
     /// The source accepts messages about the guest's state at the destination.
-    pub takes_doing: bool,
+    pub takes_activity: bool,
     /// The source reads answers.
     pub return_path: bool,
     /// Pages that the peer has requested in postcopy.
@@ -29,7 +29,7 @@ pub(crate) struct Upstream {
 impl Upstream {
     pub(crate) fn new(
         source: StreamIn,
-        (is_guest, takes_doing, return_path): (bool, bool, bool),
+        (is_guest, takes_activity, return_path): (bool, bool, bool),
         pending_requests: PendingRequests,
     ) -> Self {
         // Ignored: a socket that rejects the timeout is closed.
@@ -37,7 +37,7 @@ impl Upstream {
         Self {
             source,
             is_guest,
-            takes_doing,
+            takes_activity,
             return_path,
             pending_requests,
             preempt: Candidates::default(),

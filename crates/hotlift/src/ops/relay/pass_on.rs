@@ -152,7 +152,7 @@ fn pass_on(
                 .relay
                 .is_none_or(|features| features.contains(Features::SYNC_POINTS_SHOWN)),
         }),
-        zeros_were_looked_for: hello
+        zeros_were_detected: hello
             .is_some_and(|hello| hello.zero_page_detection != ZeroPageDetection::None),
         is_guest: false,
         preempts: false,
@@ -191,7 +191,7 @@ fn pass_on(
         on_main.add_bytes(input.everything().len());
     }
     let read_ahead = input.detach();
-    let takes_doing = setup
+    let takes_activity = setup
         .relay
         .is_some_and(|features| features.contains(Features::DOING));
     // A relay may use another method for each packet.
@@ -200,7 +200,7 @@ fn pass_on(
         None => Methods::First,
     };
     let source = StreamIn::new(main, multifd, setup.relay.is_some(), hello, methods);
-    let kinds = (setup.is_guest(), takes_doing, setup.return_path);
+    let kinds = (setup.is_guest(), takes_activity, setup.return_path);
     let pending_requests = PendingRequests::new(&setup.ram.blocks, &memory, request.control.life());
     if setup.postcopy {
         pending_requests.reserve()?;

@@ -45,7 +45,7 @@ fn run<P: PageMap>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed
     };
     let seen = Seen {
         sync_points: stream.flush_after_each_section.map(SyncPoints::shown),
-        zeros_were_looked_for: true,
+        zeros_were_detected: true,
         is_guest: false,
         preempts: false,
     };

@@ -246,7 +246,7 @@ fn a_command_sets_all_parameters_or_none_and_checks_types_before_ranges() {
 }
 
 #[test]
-fn what_is_typed_at_a_monitor_has_qemus_units() {
+fn values_typed_at_a_monitor_have_qemus_units() {
     let typed = |name: &str, text: &str| {
         let json = option(name).unwrap().typed(text);
         json.map_err(|error| error.to_string())
