@@ -62,6 +62,19 @@ fn halves(
     (encoder, decoder)
 }
 
+/// Returns the simulated accelerators, without faults, after a first use: a process decides once whether its accelerators work.
+fn simulated() -> Simulated {
+    let simulated = Simulated::take();
+    for method in accelerated() {
+        halves(
+            method,
+            Accelerator::Auto(&HARDWARE),
+            Accelerator::Auto(&HARDWARE),
+        );
+    }
+    simulated
+}
+
 /// Passes one packet through a channel.
 fn packet(
     what: &str,
@@ -98,7 +111,7 @@ fn fallback(runs_on: &RunsOn) -> Option<&str> {
 
 #[test]
 fn every_page_is_exact_whatever_the_device_does() {
-    let simulated = Simulated::take();
+    let simulated = simulated();
     let sides = [
         (Accelerator::Auto(&HARDWARE), Accelerator::Auto(&HARDWARE)),
         (Accelerator::Auto(&HARDWARE), Accelerator::Off),
@@ -141,7 +154,7 @@ fn every_page_is_exact_whatever_the_device_does() {
 
 #[test]
 fn a_device_that_works_does_every_job() {
-    let simulated = Simulated::take();
+    let simulated = simulated();
     for method in accelerated() {
         simulated.behave("latency=10");
         let (mut encoder, mut decoder) = halves(
@@ -179,7 +192,7 @@ fn a_device_that_works_does_every_job() {
 
 #[test]
 fn a_full_queue_is_tried_again_and_then_the_cpu_helps() {
-    let simulated = Simulated::take();
+    let simulated = simulated();
     for method in accelerated() {
         simulated.behave("busy=2");
         let (mut encoder, mut decoder) = halves(
@@ -220,7 +233,7 @@ fn a_full_queue_is_tried_again_and_then_the_cpu_helps() {
 
 #[test]
 fn a_page_is_offered_four_times_and_then_the_cpus() {
-    let simulated = Simulated::take();
+    let simulated = simulated();
     for method in accelerated().filter(|method| method.unit == Unit::Page) {
         simulated.behave("");
         let (mut encoder, mut decoder) = halves(
@@ -250,7 +263,7 @@ fn a_page_is_offered_four_times_and_then_the_cpus() {
 
 #[test]
 fn a_device_that_dies_in_mid_packet_is_left_for_good_and_loses_no_page() {
-    let simulated = Simulated::take();
+    let simulated = simulated();
     for method in accelerated() {
         // The first packet is the device's; in the second it dies.
         simulated.behave("");
@@ -286,7 +299,7 @@ fn a_device_that_dies_in_mid_packet_is_left_for_good_and_loses_no_page() {
 
 #[test]
 fn a_job_that_never_ends_takes_the_device_out_of_service_and_keeps_its_memory() {
-    let simulated = Simulated::take();
+    let simulated = simulated();
     for method in accelerated() {
         for (sender, receiver) in [
             (Accelerator::Auto(&HARDWARE), Accelerator::Off),
@@ -317,7 +330,7 @@ fn a_job_that_never_ends_takes_the_device_out_of_service_and_keeps_its_memory() 
 
 #[test]
 fn output_that_is_wrong_is_noticed_and_done_again() {
-    let simulated = Simulated::take();
+    let simulated = simulated();
     for method in accelerated() {
         for (sender, receiver) in [
             (Accelerator::Auto(&HARDWARE), Accelerator::Off),
@@ -347,7 +360,7 @@ fn output_that_is_wrong_is_noticed_and_done_again() {
 
 #[test]
 fn off_asks_no_device_and_says_so() {
-    let simulated = Simulated::take();
+    let simulated = simulated();
     for method in accelerated() {
         simulated.behave("");
         let (mut encoder, mut decoder) = halves(method, Accelerator::Off, Accelerator::Off);
@@ -369,7 +382,7 @@ fn off_asks_no_device_and_says_so() {
 
 #[test]
 fn a_required_device_that_is_gone_is_an_error() {
-    let simulated = Simulated::take();
+    let simulated = simulated();
     for method in accelerated() {
         // The probe, which runs once per process, finds a device.
         simulated.behave("");
@@ -395,7 +408,7 @@ fn a_required_device_that_is_gone_is_an_error() {
 
 #[test]
 fn pages_as_they_are_are_counted() {
-    let simulated = Simulated::take();
+    let simulated = simulated();
     for method in accelerated().filter(|method| method.unit == Unit::Page) {
         for accelerator in [Accelerator::Auto(&HARDWARE), Accelerator::Off] {
             simulated.behave("");
@@ -420,7 +433,7 @@ fn pages_as_they_are_are_counted() {
 
 #[test]
 fn a_stream_is_at_most_a_byte_shorter_than_its_page() {
-    let simulated = Simulated::take();
+    let simulated = simulated();
     for method in accelerated().filter(|method| method.unit == Unit::Page) {
         simulated.behave("");
         let (mut encoder, mut by_device) = halves(
@@ -458,7 +471,7 @@ fn a_stream_is_at_most_a_byte_shorter_than_its_page() {
 
 #[test]
 fn uadk_compresses_for_qemu_if_it_has_the_device() {
-    let simulated = Simulated::take();
+    let simulated = simulated();
     simulated.behave("error=3");
     let uadk = method("uadk").expect("uadk");
     let pages = contents("text", FULL, 1);
@@ -484,7 +497,7 @@ fn uadk_compresses_for_qemu_if_it_has_the_device() {
 
 #[test]
 fn a_bad_page_is_the_peers_fault_even_while_other_pages_are_at_the_device() {
-    let simulated = Simulated::take();
+    let simulated = simulated();
     for method in accelerated().filter(|method| method.unit == Unit::Page) {
         simulated.behave("latency=2000,depth=8");
         let (mut encoder, mut decoder) =
@@ -515,7 +528,7 @@ fn a_bad_page_is_the_peers_fault_even_while_other_pages_are_at_the_device() {
 
 #[test]
 fn damaged_payloads_are_judged_as_on_the_cpu() {
-    let simulated = Simulated::take();
+    let simulated = simulated();
     simulated.behave("");
     let mut noise = Noise::new(5);
     for method in accelerated().filter(|method| method.unit == Unit::Page) {
