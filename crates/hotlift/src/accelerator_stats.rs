@@ -23,7 +23,7 @@ pub(crate) struct AcceleratorStats {
 #[derive(Debug, Default)]
 struct Notes {
     devices: BTreeSet<Arc<str>>,
-    /// Reason why a channel works without its device; the first one, because channels share their device's fate.
+    /// First reported reason why a channel works without its device. One is enough: a failed device fails for all channels.
     fallback: Option<Arc<str>>,
 }
 
@@ -63,7 +63,7 @@ pub(crate) struct ChannelStats {
 }
 
 impl ChannelStats {
-    /// Adds the difference to the call before.
+    /// Adds what `jobs` has gained since the previous call.
     pub(crate) fn report(&mut self, stats: &AcceleratorStats, jobs: Jobs, runs_on: RunsOn) {
         if jobs != self.reported {
             let add = |counter: &AtomicU64, now: u64, before: u64| {

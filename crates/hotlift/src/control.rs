@@ -1,5 +1,5 @@
-//! Monitoring and control of a migration: state and events, options that may change while it runs, and cancel. All of its
-//! threads learn here that it has ended.
+//! Monitoring and control of a migration: state, events, options that may change while it runs, and cancel. The migration's
+//! threads also check here whether it has ended.
 
 use std::collections::BTreeMap;
 use std::net::Shutdown;
@@ -48,7 +48,7 @@ impl std::fmt::Debug for Control {
 #[derive(Default)]
 struct Shared {
     status: AtomicU8,
-    /// Id by which a source asks about it, at a destination.
+    /// At a destination: id of the migration in a source's outcome queries.
     id: OnceLock<MigrationId>,
     life: Life,
     /// True once the guest has been handed over.
@@ -86,7 +86,7 @@ impl Control {
         Self::default()
     }
 
-    /// Creates the same, with a watcher that receives all events.
+    /// Creates the control of a migration that has not started, with a watcher that receives all events.
     #[must_use]
     pub fn watched(watcher: Watcher) -> Self {
         Self(Arc::new(Shared {
@@ -130,7 +130,7 @@ impl Control {
         }
     }
 
-    /// Returns true if a source asks about this migration by `id`.
+    /// Returns true if `id` names this migration in outcome queries.
     #[must_use]
     pub fn has_id(&self, id: &[u8; 16]) -> bool {
         self.0.id.get().is_some_and(|own| own.0 == *id)
@@ -170,7 +170,7 @@ impl Control {
         self.0.rejections.counts()
     }
 
-    /// Returns the counters of such connections.
+    /// Returns the counters of rejected connections.
     pub(crate) fn rejections(&self) -> &Rejections {
         &self.0.rejections
     }
@@ -194,7 +194,7 @@ impl Control {
         }
     }
 
-    /// Lets the guest run at the destination as soon as it can be switched over, and before it has all pages there. Has no
+    /// Starts postcopy as soon as possible: the guest then runs at the destination before all its pages are there. Has no
     /// effect without `postcopy-ram`, or once the guest has been stopped.
     pub fn start_postcopy(&self) {
         self.0.postcopy.store(true, Ordering::Release);
@@ -226,8 +226,8 @@ impl Control {
         lock(&self.0.resume).take()
     }
 
-    /// Ends the connection of a migration in [`Status::PostcopyActive`], as if it was lost. Works at its source, and at a
-    /// destination that is a guest's. Returns false in any other state.
+    /// Ends the connection of a migration in [`Status::PostcopyActive`], as if it were lost. Works at the source, and at a
+    /// destination whose guest is in this process. Returns false in any other state.
     pub fn pause_postcopy(&self) -> bool {
         if self.status() != Status::PostcopyActive {
             return false;
@@ -244,8 +244,9 @@ impl Control {
         true
     }
 
-    /// Reports that the other host may be lost: another connection to it has broken. Then a silence of its connections ends the
-    /// migration as soon as it is reported, without the rest of `silence-timeout`.
+    /// Reports that the other host may be lost, because another connection to it has broken. From now on the migration fails as
+    /// soon as that host is silent for long enough to be reported as a stall; it does not wait for the rest of
+    /// `silence-timeout`.
     pub fn suspect_peer(&self) {
         self.0.peer_is_suspect.store(true, Ordering::Release);
     }
@@ -261,13 +262,14 @@ impl Control {
         *lock(&self.0.stall) = stall;
     }
 
-    /// Returns the address of the connection that is being made, and the time that this takes so far.
+    /// Returns the address that this side is connecting to, and the time that this takes so far.
     #[must_use]
     pub fn connecting(&self) -> Option<(Address, Duration)> {
         self.0.connecting.address()
     }
 
-    /// Returns the lifetime and the display of the connections that this side makes.
+    /// Returns what an outgoing connection needs: the lifetime that ends its attempts, and the state of
+    /// [`Control::connecting`].
     pub(crate) fn dialing(&self) -> Dialing {
         Dialing {
             life: self.0.life.clone(),
@@ -318,7 +320,7 @@ impl Control {
 
     /// Waits for [`Control::recover`]; `None` once the migration is stopped.
     pub(crate) fn await_recovery(&self) -> Option<Listener> {
-        /// Time limit of one wait: only a call or the end of the migration ends the loop.
+        /// Duration of one wait. It does not limit the loop, which only a call or the end of the migration ends.
         const ROUND: Duration = Duration::from_secs(60);
         loop {
             let until = Instant::now() + ROUND;
@@ -362,7 +364,7 @@ impl Control {
         used.into_iter().map(|(_, time)| time).sum()
     }
 
-    /// Returns that CPU time by thread.
+    /// Returns the CPU time of [`Control::cpu_time`] by thread.
     #[must_use]
     pub fn cpu_times(&self) -> Vec<ThreadCpu> {
         let thread = |(name, time): (String, Duration)| ThreadCpu {

@@ -1,8 +1,8 @@
 //! `cpu-limit`: one budget of CPU time that all channel threads of a side draw from.
 //!
 //! A thread records its CPU time after each packet, and sleeps until the schedule has reached it. So the limit holds on
-//! average, whatever a packet costs. No more threads than the limit has cores encode or decode at once: otherwise all threads
-//! of many channels would use their time in the same moment.
+//! average, whatever a packet costs. At most as many threads as the limit has cores encode or decode at once: otherwise the
+//! threads of many channels would use up their time in the same moment.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -85,7 +85,7 @@ impl CpuBudget {
             *booked_until = booked_until
                 .filter(|_| is_limited)
                 .map(|until| rescaled(until, now, before, thousandths));
-            // A thread that has read the old limit, and does not wait yet, would miss this.
+            // Locked once before the notification: a thread that has read the old limit and does not wait yet would miss it.
             drop(lock(&self.at_work));
             self.changed.notify_all();
         }

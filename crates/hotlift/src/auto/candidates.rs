@@ -24,7 +24,7 @@ pub(crate) enum Reader {
 /// EPYC. Measured values replace it after the first packets.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CostEstimate {
-    /// CPU time in ns to encode a byte of incompressible content, and one of content that a fast codec reduces to 0.4.
+    /// CPU time in ns per byte: to encode incompressible content, and content that a fast codec reduces to 0.4.
     encode: [f64; 2],
     /// CPU time in ns of the destination per byte.
     pub decode: f64,
@@ -33,8 +33,8 @@ pub(crate) struct CostEstimate {
 }
 
 impl CostEstimate {
-    /// Returns the CPU time in ns to encode a byte of content that a fast codec reduces to the share `left`. The larger the
-    /// share, the longer the search, up to content where codecs soon abort it.
+    /// Returns the CPU time in ns to encode a byte of content that a fast codec reduces to the share `left`. The time grows
+    /// with the share; above 0.75 it approaches that of incompressible content, which codecs abort early.
     pub(crate) fn encode(&self, left: f64) -> f64 {
         const ABORT_SHARE: f64 = 0.75;
         let [hopeless, usual] = self.encode;
@@ -103,7 +103,7 @@ const TABLE: [(Candidate, CostEstimate); 18] = [
     (zstd(5), guess([8.0, 11.0], 1.5, 1.78)),
     (zstd(7), guess([12.0, 17.7], 1.5, 1.82)),
     (zstd(9), guess([15.0, 21.2], 1.5, 1.84)),
-    // Level 1 is ISA-L's, the others are zlib-rs': therefore there is none between 1 and 4.
+    // ISA-L encodes level 1, zlib-rs the others at several times its cost: levels 2 and 3 are left out.
     (zlib(1), guess([3.0, 3.4], 2.1, 1.55)),
     (zlib(4), guess([10.0, 12.5], 1.9, 1.66)),
     (zlib(6), guess([14.0, 18.0], 1.9, 1.70)),
@@ -128,9 +128,9 @@ impl Candidate {
     }
 
     /// Returns the candidates between two Hotlifts: those of the CPU, and each available and permitted accelerator. Excludes
-    /// zstd's levels below 1: they are never best for any class of content. From lz4 to level 1, a ns of CPU time at both ends
-    /// saves at least as many bytes; when tried as well, they took 5 % of the time at 2.5 Gbit/s. Excludes zlib, which is for a
-    /// QEMU that reads nothing else: zstd leaves less in less time.
+    /// zstd's levels below 1, which are best for no class of content: compared with lz4, level 1 saves at least as many bytes
+    /// per ns of CPU time at both ends. Trying them took 5 % of the time at 2.5 Gbit/s. Excludes zlib, because zstd leaves
+    /// fewer bytes in less time.
     pub(crate) fn of_hotlifts(accelerator: Accelerator) -> Vec<Self> {
         let all = TABLE.iter().map(|(one, _)| *one);
         all.filter(|one| match one.on_a_device() {
@@ -140,18 +140,18 @@ impl Candidate {
         .collect()
     }
 
-    /// Returns its method, if an accelerator encodes it.
+    /// Returns the candidate's method, if an accelerator encodes it.
     fn on_a_device(&self) -> Option<&'static MethodInfo> {
         let info = METHODS.iter().find(|info| info.flag == self.method.flag());
         info.filter(|info| info.hardware.is_some())
     }
 
-    /// Returns true if an accelerator encodes it.
+    /// Returns true if an accelerator encodes the candidate.
     pub(crate) fn is_on_a_device(&self) -> bool {
         self.on_a_device().is_some()
     }
 
-    /// Returns its estimated cost.
+    /// Returns the estimated cost of the candidate.
     pub(crate) fn guess(&self) -> CostEstimate {
         let row = TABLE.iter().find(|(one, _)| one == self);
         row.map_or(TABLE[0].1, |(_, guess)| *guess)

@@ -17,7 +17,7 @@ use crate::figures::{MethodFigures, to_f64};
 use crate::lock::lock;
 use crate::options::{Goal, StreamOptions};
 
-/// Pages of a method that make a destination's report on it meaningful: those of one packet.
+/// Minimum count of a method's pages before the destination's reported time for them is used: one packet.
 const ENOUGH_PAGES: f64 = 128.0;
 
 /// Highest plausible time per byte in a destination's report, in ns; more is an error, or a forged value.

@@ -7,20 +7,21 @@
 //!
 //! # Learning the price
 //!
-//! When a thread waits for the wire, a byte less would have saved time, and CPU time was available. When the wire is idle, the
-//! opposite holds. So waiting time raises the price, and idle time of the wire lowers it. Throughput is highest where the ratio
-//! of the two shares equals that of a byte's price to the CPUs' time per byte on the wire. Both count only if a higher or lower
-//! price would have changed the packet's encoding: a wait behind incompressible content teaches nothing.
+//! When a thread waits for the wire, fewer bytes would have saved time, and CPU time was available. When the wire is idle, CPU
+//! time was short, and more bytes would have cost nothing. So waiting time raises the price, and idle time of the wire lowers
+//! it. Throughput is highest where waiting time / idle time = price of a byte / CPU time available while the wire sends a byte.
+//! Both count only if a higher or lower price would have changed the packet's encoding: a wait behind incompressible content
+//! teaches nothing.
 //!
 //! The kernel's queues hold less than a packet per channel, so an average is not enough: when content changes, one of the two
 //! sides stops before any average reacts. Each packet's price is therefore the learnt one, raised if the channel's queue is
 //! full, and lowered if it is empty. This also mixes two candidates, so that wire and CPUs are both fully used where one
 //! candidate alone would leave one of them idle.
 //!
-//! If encoding a packet takes longer than its queue lasts, the wire is idle, unless another channel has data for it. That time
-//! costs the bytes that the wire could have sent in it.
+//! If encoding a packet takes longer than the channel's queue lasts, the wire is idle, unless another channel has data for it.
+//! Idle time costs the bytes that the wire could have sent in that time.
 //!
-//! CPU time of the destination has a price, too, learnt from the time that threads wait for it.
+//! CPU time of the destination also has a price, learnt from the time that threads wait for the destination.
 
 use std::time::Duration;
 
@@ -61,24 +62,25 @@ const SPREAD: f64 = 0.1;
 const QUEUE_PER_PACKET: f64 = 0.5;
 
 /// Initial price: packets are uncompressed until it is known whether threads wait for the wire. With compression from the
-/// start, 512 MiB took half as long again without a limit of the link.
+/// start, 512 MiB took 1.5 times as long over a link without a limit.
 const FIRST_PRICE: f64 = 0.5;
 
-/// Time in which the price, once threads begin to wait for the wire, is at least the CPUs' time that a byte takes on it: the
-/// first measurements are coarse.
+/// Time for which the price, once threads wait for the wire, is at least the CPU time available while the wire sends a byte:
+/// the first measurements are coarse.
 const LEARNING: Duration = Duration::from_millis(60);
 
 /// Default count of channels.
 const USUAL_THREADS: f64 = 2.0;
 
-/// Range of prices, in ns of CPU time per byte: below, no CPU sends a byte in less; above, links of 1 Mbit/s.
+/// Range of prices, in ns of CPU time per byte. No CPU sends a byte in less than the lower bound; the upper bound is the time
+/// of a byte at 1 Mbit/s.
 const PRICES: [f64; 2] = [0.01, 8000.0];
 
-/// Range of the ratio of the destination's CPU price to the source's. It is at least 1: other processes may need that CPU. At a
-/// fifth, zstd's fast levels were selected where lz4 takes a third of the time to decode.
+/// Range of the ratio of the destination's CPU price to the source's. It is at least 1, because other processes may need the
+/// destination's CPU. With a minimum of 0.2, zstd's fast levels were selected although lz4 decodes in a third of their time.
 const FAR_PRICES: [f64; 2] = [1.0, 150.0];
 
-/// Change of that price per window, in powers of e.
+/// Change of the ratio in [`FAR_PRICES`] per window, in powers of e.
 const FAR_SPEED: f64 = 0.2;
 
 /// Share of the time that threads may wait for the destination or the wire before it counts as a bottleneck.
@@ -88,11 +90,11 @@ const WAITING: f64 = 0.02;
 /// best.
 const EXPLORING: u64 = 16;
 
-/// Limit of a close estimate, relative to the best cost.
+/// Highest cost, relative to the best one, at which an estimate counts as close to the best.
 const CLOSE: f64 = 1.3;
 
-/// Limit for tries, relative to the wire's time for a packet: without a limit of the link, all tries together took a tenth of
-/// the time of 512 MiB.
+/// Longest encoding time of a candidate that may be tried, relative to the CPU time of all threads while the wire sends a
+/// packet. On a link without a limit, the tries took a tenth of the time of 512 MiB.
 const TOO_SLOW: f64 = 2.0;
 
 /// Highest useful share: content that leaves more is sent uncompressed.
@@ -133,7 +135,7 @@ pub(crate) struct PacketTime {
     pub probe: PacketProbe,
     /// Selected candidate.
     pub candidate: usize,
-    /// Elapsed time, without that in which there were no pages to send.
+    /// Elapsed time, except while there were no pages to send.
     pub elapsed: f64,
     /// Part in which it waited for the wire.
     pub waited: f64,
@@ -215,7 +217,7 @@ pub(crate) struct Controller {
     raw: Option<usize>,
     /// Natural logarithm of the price, in ns of CPU time a byte.
     price: f64,
-    /// Natural logarithm of the price of the destination's CPU time, in the source's.
+    /// Natural logarithm of the price of the destination's CPU time, relative to the source's.
     far: f64,
     /// Time of the wire per byte, in ns; 0 while unknown.
     wire: f64,
@@ -303,8 +305,8 @@ impl Controller {
     pub(crate) fn choose(&mut self, probe: PacketProbe) -> Choice {
         // Multiples of the golden ratio are distributed most evenly.
         let even = (to_f64(self.turn) * 0.618_033_988_749_895).fract() * 2.0 - 1.0;
-        // A half full queue, the usual case, has little effect: one packet each of lz4's two neighbours, uncompressed and zstd
-        // 1, is worse than two of lz4.
+        // Cubed, so that a half full queue, the usual case, has little effect: a mix of lz4's two neighbours, uncompressed and
+        // zstd 1, is worse than lz4 alone.
         let full = (probe.queued.clamp(0.0, 1.0) * 2.0 - 1.0).powi(3);
         let price = (self.price + even * SPREAD + full * QUEUE).exp();
         let worth = self.worth(price, probe.queued);
@@ -345,7 +347,7 @@ impl Controller {
             || Class::all().all(|class| self.best(class, worth) == raw)
     }
 
-    /// Returns the interval of sampled packets.
+    /// Returns the interval between sampled packets, in packets.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -362,7 +364,7 @@ impl Controller {
     }
 
     fn worth(&self, price: f64, queued: f64) -> CostWeights {
-        // The faster the pages are sent, the shorter the guest is stopped.
+        // The other goals need no difference: the faster the pages are sent, the shorter the guest is stopped.
         if self.goal == Goal::LeastCpu {
             return CostWeights {
                 byte: 0.0,
@@ -473,14 +475,14 @@ impl Controller {
             .min(MAX_WINDOWS)
             .min(to_f64(self.packets) / threads);
 
-        // CPUs' time that a byte takes on the wire.
+        // CPU time of all threads while the wire sends a byte.
         let fair = if self.wire > 0.0 {
             self.wire * threads
         } else {
             self.price()
         };
         if self.waited < LEARNING && evidence.waited > WAITING * evidence.elapsed {
-            // Step by step from uncompressed packets to the best encoding would take 100 ms.
+            // Without this jump, the price would take 100 ms from uncompressed packets to the best encoding.
             self.waited += since;
             self.price = self.price.max(fair.ln());
         }

@@ -100,7 +100,7 @@ impl Average {
 #[derive(Debug, Clone, Copy, Default)]
 struct Cell {
     encode: Average,
-    /// Difference of this level's factor on the guessed power from that of the method's other levels.
+    /// Factor on the guessed power (see `Costs::contents`) at this level, minus the average factor of the method.
     beyond: Average,
 }
 
@@ -122,8 +122,7 @@ pub(crate) struct Costs {
     send: Average,
     /// CPU time in ns of the destination per byte of pages, by candidate.
     decode: Vec<Average>,
-    /// Results by candidate and class. Computed for each query, they took half of the cost of an uncompressed packet beyond its
-    /// bytes.
+    /// Cached results by candidate and class. Computing them for each query took half of an uncompressed packet's fixed cost.
     known: Vec<[Cost; CLASSES]>,
 }
 

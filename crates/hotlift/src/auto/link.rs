@@ -22,13 +22,14 @@ const KEPT: f64 = 0.9;
 const RATE_OVER: Duration = Duration::from_millis(50);
 const RATES: usize = 10;
 
-/// Weight of the destination's latest report: they come every 50 ms, and count in the kernel's ticks.
+/// Weight of the destination's latest report. A single report is coarse: it covers 50 ms, counted in the kernel's ticks.
 const REPORT_WEIGHT: f64 = 0.3;
 
 /// Decayed sums of the samples.
 #[derive(Debug, Default)]
 struct Seen {
-    /// In s, summed over the sockets: elapsed time; time in which they sent or waited; the part of it that waited for the wire.
+    /// In s, summed over the sockets: elapsed time (`elapsed`), time in which they sent or waited (`busy`), and the part of
+    /// `busy` that is not a wait for the receiver (`on_wire`).
     elapsed: f64,
     busy: f64,
     on_wire: f64,
@@ -36,7 +37,8 @@ struct Seen {
     idle: f64,
     /// Bytes delivered.
     bytes: f64,
-    /// Of the sending threads, in s: elapsed time, and time in which their sockets had no room.
+    /// In s, summed over the sending threads: elapsed time (`threads`), and time in which their sockets had no room
+    /// (`blocked`).
     threads: f64,
     blocked: f64,
 }
@@ -129,12 +131,12 @@ impl LinkMeter {
         true
     }
 
-    /// Returns the shares, 0 to 1, of the channels' waits for the wire and for the destination. If the sockets have no
-    /// statistics, all waits count for the wire; before enough samples, none counts.
+    /// Returns the shares, 0 to 1, of the channels' waits that the wire and the destination cause. If the sockets have no
+    /// statistics, the wire causes all; before there are enough samples, both shares are 0.
     ///
-    /// The kernel counts a destination as the limit only while its buffer is full. Without a limit of the link that was a third
-    /// of the senders' waits, while the rest was due to its threads, too. So with reports from the destination, the wire is the
-    /// limit at most while both ends are idle: the destination has nothing to read, and the socket has data to deliver.
+    /// The kernel counts the destination as the limit only while its buffer is full. On a link without a limit that was a third
+    /// of the senders' waits, although the destination's threads caused all of them. So if the destination reports its load,
+    /// the wire is the limit only while the destination has nothing to read and the socket has data to deliver.
     pub(crate) fn waits_for(&self) -> [f64; 2] {
         if !self.reports_load {
             return [1.0, 0.0];
@@ -187,7 +189,7 @@ impl LinkMeter {
 
     /// Returns the wire's time per byte, in ns; 0 while unknown.
     pub(crate) fn nanos_per_byte(&self) -> f64 {
-        // All sockets share the wire: each has it for its part of the time.
+        // `on_wire` is a sum over the sockets, which share the wire: each has it for a part of the time.
         let sockets = self.last.as_ref().map_or(0, |(_, states)| states.len());
         ratio(self.seen.on_wire, self.seen.bytes) * 1e9 / to_f64(sockets.max(1) as u64)
     }

@@ -66,7 +66,7 @@ impl Batch {
         &mut self.pages[..self.normal.len() * PAGE_SIZE]
     }
 
-    /// Returns the same buffer, with the pages' offsets.
+    /// Returns the buffer of [`Batch::pages_mut`], with the pages' offsets.
     pub(crate) fn normal_mut(&mut self) -> (&[u64], &mut [u8]) {
         (
             &self.normal,

@@ -132,7 +132,7 @@ impl<B> Flow<B> {
         self.next_of(None)
     }
 
-    /// Does the same, including batches addressed to `worker`.
+    /// Waits for a batch like [`Flow::next`], including those addressed to `worker`.
     pub(crate) fn next_of(&self, worker: Option<usize>) -> Option<B> {
         let first = |state: &State<B>| {
             let mut ready = state.ready.iter();

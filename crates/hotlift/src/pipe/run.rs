@@ -43,7 +43,7 @@ pub(crate) fn run_threads(
         }
     };
     let has_accept_loop = accept_loop.is_some();
-    // Its thread holds the lock until it ends.
+    // The accept thread holds the lock until it ends.
     let accept_loop = Mutex::new(accept_loop);
     thread::scope(|scope| {
         let watched = watch.ends();
@@ -113,7 +113,7 @@ pub(crate) fn run_threads(
         }
         session.sink.close();
         if may_run_there && session.source_handover.failure.is_set() {
-            // Both QEMUs then wait for each other, and can be reconnected.
+            // Without their connections both QEMUs pause the postcopy, and can be reconnected.
             source.shut_down();
         }
         drop(watched);

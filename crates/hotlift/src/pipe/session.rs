@@ -114,7 +114,7 @@ impl<'a> Session<'a> {
         let options = &settings.outgoing;
         // Count of connections that can bring the source's commit.
         let words = if sink.is_guest() { channels + 1 } else { 1 };
-        // One in use by each thread, and one between each pair of them.
+        // Two for each thread: one in use, and one in transit to or from the other threads.
         let batches = match sink.workers() {
             0 => 0,
             workers => 2 * channels.max(1) + 2 * workers,
@@ -227,7 +227,7 @@ impl<'a> Session<'a> {
         self.control.set_too_late(false);
     }
 
-    /// Commits: EOF is sent next if this returns true. From here on no failure decides anything, and a cancel is ignored.
+    /// Commits: EOF is sent next if this returns true. From here on no failure changes the outcome, and a cancel is ignored.
     pub(crate) fn commit(&self, hooks: Hooks<'_>) -> bool {
         // A cancel after the offer is too late.
         let too_late = self.source_handover.is_offered();
@@ -255,7 +255,7 @@ impl<'a> Session<'a> {
         self.switched.store(true, Ordering::Release);
     }
 
-    /// Returns true after [`Session::switch`].
+    /// Returns true once postcopy has begun.
     pub(crate) fn is_switched(&self) -> bool {
         self.switched.load(Ordering::Acquire)
     }
@@ -298,7 +298,7 @@ impl<'a> Session<'a> {
     pub(crate) fn settle(&self, statement: Option<DestinationStatement>) {
         self.source_handover.settle(statement);
         if self.source_handover.outcome() == Some(SourceOutcome::Moved) {
-            // An observer need not wait until the source knows it.
+            // Set before the source knows the outcome: an observer need not wait for that.
             self.control.set_status(Status::Completed);
             let _ = self.moved_at.set(self.control.life().now());
         }

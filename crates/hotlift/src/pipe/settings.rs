@@ -38,7 +38,7 @@ impl UnusedRam {
 pub struct RelaySettings {
     /// Multifd channels, method, level and bandwidth of the outgoing side.
     pub outgoing: StreamOptions,
-    /// Limits for both other sides.
+    /// Limits for the source and the destination.
     pub limits: Limits,
     /// Encoding of zero pages: in packets (`Multifd`), as records of main (`Legacy`), or unchanged and without detection
     /// (`None`). Default: detected unless the source has done so, and sent in a form that the destination can read.

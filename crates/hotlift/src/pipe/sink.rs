@@ -197,8 +197,8 @@ pub(crate) trait Postcopy: Sync {
     /// a stream asks by itself.
     fn await_ready(&self) -> Result<(), MigrationError>;
 
-    /// Reports that the guest of the ended migration may run at the destination. Otherwise a destination that was asked whether
-    /// it is ready only learns at the end that no further query comes.
+    /// Reports that the guest of the ended migration may run at the destination. Otherwise [`Sink::close`] notifies a
+    /// destination that was asked whether it is ready that there was no commit.
     fn settled(&self);
 
     /// From now on every page is written at most once, in any order, and no barrier is needed.

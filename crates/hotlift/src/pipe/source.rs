@@ -41,7 +41,7 @@ pub(crate) trait Source: Sync {
     /// Fills batches, or sends pages, until the pages of `reader`, from 0, have ended. Runs in its own thread.
     ///
     /// # Errors
-    /// The error in the pages or of their origin.
+    /// Invalid pages, or an error of the source.
     fn read(&self, session: &Session<'_>, reader: usize) -> Result<(), MigrationError>;
 
     /// Takes an answer of the destination that is meant for a source, and its bytes.

@@ -78,7 +78,7 @@ impl StreamIn {
         (&self.main).write_all(bytes)
     }
 
-    /// Does the same, and closes main on an error: nothing can follow a partial message.
+    /// Sends `bytes` like [`StreamIn::answer`], and closes main on an error: nothing can follow a partial message.
     pub(crate) fn answer_or_cut(&self, bytes: &[u8]) -> io::Result<()> {
         let _one = lock(&self.answering);
         let answered = (&self.main).write_all(bytes);

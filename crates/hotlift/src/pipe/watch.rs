@@ -1,10 +1,10 @@
 //! The watch thread, which handles events while all others are blocked: a cancel, and the loss of the source.
 //!
-//! A destination that reads nothing blocks the workers, and those the readers. Then nothing reads from the source and would
-//! notice its end.
+//! A destination that reads nothing blocks the workers, and blocked workers block the readers. Then no thread reads from the
+//! source, so none notices its end.
 //!
-//! It sleeps until a connection ends, the lifetime changes, or a deadline passes. It wakes periodically only for progress
-//! reports, and for samples of connections to other hosts ([`Liveness`]).
+//! The watch thread sleeps until a connection ends, the lifetime changes, or a deadline passes. It wakes periodically only for
+//! progress reports, and for samples of connections to other hosts ([`Liveness`]).
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -43,6 +43,8 @@ pub(crate) struct Watch<'a> {
 }
 
 impl<'a> Watch<'a> {
+    /// Creates the watch of a migration.
+    ///
     /// # Errors
     /// The system cannot create a descriptor.
     pub(crate) fn new(session: &'a Session<'a>, source: &'a dyn Source) -> io::Result<Self> {
@@ -124,8 +126,8 @@ impl<'a> Watch<'a> {
         Ok(())
     }
 
-    /// Checks at `now` whether the migration continues; `answers` is the liveness of the other hosts. A lost channel has time
-    /// until `lost_until`.
+    /// Checks at `now` whether the migration continues; `answers` is the liveness of the other hosts. `lost_until` is the time
+    /// limit after the loss of a channel, set here.
     fn check(
         &self,
         now: Instant,
@@ -133,7 +135,7 @@ impl<'a> Watch<'a> {
         answers: Result<(), MigrationError>,
     ) -> Result<(), MigrationError> {
         let session = self.session;
-        // The waits of a guest's destination end by themselves.
+        // At a guest's destination a cancel ends the waits without this thread; in a relay's postcopy it is ignored.
         let is_noticed = session.sink.is_guest() || session.is_switched();
         if session.control.is_cancelled() && !is_noticed {
             return Err(MigrationError::Cancelled);

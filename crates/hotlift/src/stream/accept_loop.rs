@@ -42,7 +42,7 @@ pub(crate) struct AcceptLoop<'a> {
     rejections: Rejections,
     life: Life,
     wake_fd: WakeFd,
-    /// Token that opens each connection of a migration which a conversation has announced.
+    /// Token that each connection must begin with, if a conversation has announced the migration.
     pass: Option<ConnectionToken>,
     /// Peers that received an outcome and have not confirmed it yet.
     unconfirmed: PendingConnections<Stream>,
@@ -103,7 +103,7 @@ impl<'a> AcceptLoop<'a> {
         }
         self.wait(Vec::with_capacity(4), wait)?;
         self.accept()?;
-        // Connections that need a pass must show it, or are rejected.
+        // If a token is required, a connection that does not begin with it is rejected.
         while self.pass.is_some()
             && let Some(number) = self.admission.room.next_ready()
         {
@@ -117,7 +117,7 @@ impl<'a> AcceptLoop<'a> {
         Ok(self.take_first(|_| true).map(|one| one.stream))
     }
 
-    /// Takes the first connection that fits and needs no further pass.
+    /// Takes the first connection that fits and has shown the token, if one is required.
     fn take_first(&mut self, fits: impl Fn(&Stream) -> bool) -> Option<Admitted> {
         let is_it = |one: &Admitted, _| one.has_passed && fits(&one.stream);
         let first = self.admission.room.take_first(is_it);

@@ -16,10 +16,11 @@ use crate::error::MigrationError;
 use crate::stream::codec::{ByMethod, Encoder};
 use crate::stream::pages::Pages;
 
-/// Pages sampled per packet, evenly spread and compressed together: page by page, it would cost more and be less accurate.
+/// Pages sampled per packet, evenly spread and compressed together: compressing them one by one costs more and is less
+/// accurate.
 const SAMPLE_PAGES: usize = 4;
 
-/// Shortest off-CPU time that is examined: below it, telling network waits from run queue waits costs more than it is worth.
+/// Shortest off-CPU time that is examined: for a shorter one, distinguishing network waits from run queue waits costs too much.
 const MIN_EXAMINED_WAIT: Duration = Duration::from_micros(100);
 
 /// Decision for one packet.
@@ -48,7 +49,7 @@ pub(crate) struct AutoEncoder<'a> {
     slept: Duration,
     /// Time for which `max-bandwidth` has delayed packets without content since then.
     paced: Duration,
-    /// Off-CPU time not yet attributed since the run queue was last read.
+    /// Off-CPU time since the run queue was last read, not attributed to a cause yet.
     unseen: Duration,
 }
 

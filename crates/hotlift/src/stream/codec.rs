@@ -111,8 +111,8 @@ impl Encoder {
         Ok(Self { encoder, side })
     }
 
-    /// Makes each later packet decodable without the others, by a [`Decoder`] after [`Decoder::read_header`]: writes what only
-    /// the first packet of a channel contains, and drops it. `level` is the level of the settings.
+    /// Makes each later packet decodable alone, by a [`Decoder`] after [`Decoder::read_header`]: encodes and discards what only
+    /// the first packet of a channel contains. `level` is the level of the settings.
     pub(crate) fn write_alone(&mut self, level: u8) -> Result<(), MigrationError> {
         // Setting the level ends the frame that zstd keeps open across packets from level 4 on.
         self.set_level(i8::try_from(level).unwrap_or(i8::MAX), 0, "")?;

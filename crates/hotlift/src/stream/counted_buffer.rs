@@ -40,7 +40,7 @@ impl CountedBuffer {
         Ok(())
     }
 
-    /// Extends it to at least `length` bytes; new bytes are zero.
+    /// Extends the buffer to at least `length` bytes; new bytes are zero.
     ///
     /// # Errors
     /// The bytes exceed the limit.

@@ -1,4 +1,4 @@
-//! Answers an offer: which source and destination are compatible, and the name of the migration.
+//! Answers a Hotlift's offer: checks that source and destination are compatible, and names the migration.
 
 use hotlift_net::transport::Stream;
 use hotlift_wire::handshake::{Accepted, Features, Offer, VERSION};

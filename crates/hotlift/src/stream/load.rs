@@ -104,8 +104,8 @@ impl<'a> ChannelLoad<'a> {
         self.since = None;
     }
 
-    /// Records a finished packet of `pages` pages; `held` is the time blocked by anything else than the source. Returns the
-    /// message to send to the source, if one is due.
+    /// Records a finished packet of `pages` pages; `held` is the time in which anything but the source blocked the thread.
+    /// Returns the message to send to the source, if one is due.
     pub(crate) fn settled(
         &mut self,
         method: Method,

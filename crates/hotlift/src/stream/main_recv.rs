@@ -25,6 +25,8 @@ const READ_OF_SET_UP: usize = 256;
 
 /// Condition under which a wait for the source continues.
 pub(crate) trait WaitCondition {
+    /// Checks whether the wait may continue.
+    ///
     /// # Errors
     /// The reason to stop: the migration was cancelled, or has ended elsewhere.
     fn check(&self) -> Result<(), MigrationError>;

@@ -17,7 +17,7 @@ use crate::life::Life;
 use crate::pacing::Pacer;
 use crate::stream::channel_out::send;
 
-/// Records are gathered up to this many bytes before a write.
+/// Maximum bytes of records that are gathered before a write.
 const GATHERED: usize = 64 << 10;
 
 /// Connection of the main channel.

@@ -26,7 +26,7 @@ use crate::stream::packet_reader::PacketReader;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReadDecision {
     Yes,
-    /// The migration has ended elsewhere, or another process has the guest.
+    /// The channel brings nothing more: the migration has ended, or the guest was taken over.
     No,
 }
 
@@ -170,7 +170,7 @@ impl<'a> MultifdReceiver<'a> {
             decoders: Decoders {
                 id: rules.id,
                 accelerator: match (rules.methods, rules.accelerator) {
-                    // This side cannot require a certain device of the source.
+                    // The source selects the methods, so this side cannot require its own device.
                     (Methods::Each, Accelerator::Required(all)) => Accelerator::Auto(all),
                     (_, accelerator) => accelerator,
                 },

@@ -45,7 +45,7 @@ use crate::stream::codec::Encoder;
 use crate::stream::pages::Pages;
 use crate::stream::return_path::{Answers, Messages};
 
-/// Headers without payload (zero pages only) are gathered up to this many bytes before a write: a system call for each would
+/// Maximum bytes of headers without payload (zero pages only) that are gathered before a write: a system call for each would
 /// cost more than the scan of its pages.
 const GATHERED_HEADERS: usize = 48 << 10;
 
@@ -317,7 +317,8 @@ impl MultifdSend {
     /// Returns the bytes that wait to be sent on a channel; `None` if unknown.
     fn queued(&self, id: u8, auto: &Auto) -> Option<u32> {
         if self.with.pacer.is_limited() {
-            // A paced channel has no queue: a due channel waits with its packet.
+            // With `max-bandwidth` packets wait in the pacer, not in the socket. If it is behind, this packet is sent at once,
+            // as with an empty queue.
             return self.with.pacer.is_behind().then_some(0);
         }
         let socket = &self.channels[usize::from(id)].transport;

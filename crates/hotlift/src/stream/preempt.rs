@@ -172,7 +172,8 @@ impl PreemptOut {
         self.is_used.load(Ordering::Acquire)
     }
 
-    /// Returns true if the peer (UNIX socket) or its kernel (TCP) has read everything sent up to some moment, or never will.
+    /// Returns true if the peer (UNIX socket) or its kernel (TCP) had, at the time of any call, read everything sent until
+    /// then, or if the peer has closed the connection.
     pub(crate) fn is_read(&self) -> bool {
         // Bytes that are being written have not been read.
         let is_whole =

@@ -250,12 +250,12 @@ impl Answers {
         self.lock().unanswered.front().copied()
     }
 
-    /// From now on accepts the destination's statement about the guest.
+    /// Accepts the destination's statement about the guest from now on.
     pub(crate) fn commit(&self) {
         self.record(|received| received.is_committed = true);
     }
 
-    /// Does the same for a postcopy, at whose end the destination reports that it has all pages.
+    /// Accepts statements like [`Answers::commit`], for a postcopy: at its end the destination reports that it has all pages.
     pub(crate) fn serve(&self) {
         self.record(|received| {
             received.is_committed = true;
@@ -296,8 +296,8 @@ impl Answers {
                 let statement = DestinationStatement::of_shut(value, explained, in_words);
                 received.statement = received.statement.or(statement);
             }
-            // Only this side ends the guest at the source: a SHUT before that is a failure, whatever its value. A refusal stays
-            // valid if another thread commits at the same time.
+            // Before this side's commit, SHUT is a failure, whatever its value. A refusal is kept: it stays valid if another
+            // thread commits at the same time.
             ReturnMessage::Shut(value) => {
                 let statement =
                     DestinationStatement::of_shut(value, explained, received.accepted.is_some());
@@ -306,7 +306,7 @@ impl Answers {
                     .or(statement.filter(|statement| *statement == DestinationStatement::Never));
                 return Err(refusal(&received));
             }
-            // It decides nothing about a guest that still runs here.
+            // The message is ignored while the guest still runs here.
             ReturnMessage::GuestActivity(doing) if received.is_committed => received.doing = doing,
             ReturnMessage::GuestActivity(_) => {}
             ReturnMessage::ErrorText(text) => {
@@ -341,7 +341,7 @@ impl Answers {
             match (ended, limit) {
                 (Some(true), _) => return Ok(()),
                 (Some(false), _) => {
-                    // It may know the cause.
+                    // `doing` may return the cause of the end.
                     doing()?;
                     let closed = MigrationError::main_closed;
                     let refused = self.ended(closed()).err();
@@ -402,7 +402,7 @@ impl Answers {
         .statement
     }
 
-    /// Does the same, and also returns the guest's state at the destination.
+    /// Waits like [`Answers::wait_statement`], and also returns the guest's state at the destination.
     pub(crate) fn wait_statement_and_activity(
         &self,
         timeout: Duration,

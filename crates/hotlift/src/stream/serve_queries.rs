@@ -1,4 +1,4 @@
-//! The destination serves its listener during a migration, and until its source knows the outcome.
+//! Serves a destination's listener during a migration, and until the source knows the outcome.
 
 use std::time::{Duration, Instant};
 

@@ -311,7 +311,8 @@ impl PageMap for BlockFile {
             let entries = wanted.iter().map(|(entry, _)| *entry);
             reader.ahead.fill(remote, entries)?;
         }
-        // Pages that the guest has rewritten in between are in other blocks. Sorted, each block is still decoded only once.
+        // Pages that the guest rewrote during the save are in later blocks. Sorted by position, each block is decoded only
+        // once.
         wanted.sort_unstable_by_key(|(entry, _)| (entry.position, entry.place));
         let mut bytes = 0;
         for run in wanted.chunk_by(|(a, _), (b, _)| a.position == b.position) {
@@ -412,7 +413,7 @@ struct State {
 }
 
 impl State {
-    /// Reads and verifies all of it, and decodes it up to the devices.
+    /// Reads and verifies the whole main channel, and decodes it up to the devices.
     fn read(
         file: &OpenFile,
         contents: &Contents,

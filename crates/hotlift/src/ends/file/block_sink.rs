@@ -51,7 +51,7 @@ pub(crate) struct BlockSink {
     blocks: Vec<RamBlockEntry>,
     index: Index,
     complete: ReceivedPages,
-    /// Position of the first block with a page that was written before.
+    /// Position of the first block with a page that was already in the file.
     written_last: AtomicU64,
     shares: Mutex<BTreeMap<&'static str, Share>>,
     contents: Mutex<Contents>,

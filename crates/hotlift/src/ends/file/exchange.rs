@@ -1,7 +1,7 @@
 //! One connection with a file server: requests and answers.
 //!
-//! The deadline holds for a whole message. A timeout between bytes is no limit: a server that sends a byte now and then could
-//! block a guest for any time.
+//! The deadline holds for a whole message. A timeout between bytes would be no limit: a server that sends a byte now and then
+//! could block a guest forever.
 
 use std::io::{self, Write as _};
 use std::time::{Duration, Instant};
@@ -24,8 +24,8 @@ const CONNECT: Duration = Duration::from_secs(10);
 /// alone would retry for a quarter of an hour.
 const ANSWER: Duration = Duration::from_secs(20);
 
-/// Rate in bytes per second for the time of an answer's bytes: a fourth of the share of each of a restore's five connections on
-/// a link with 10 Mbit/s.
+/// Lowest rate in bytes per second at which an answer must arrive: a fourth of each connection's share when a restore's five
+/// connections use a link with 10 Mbit/s.
 const SLOWEST: u64 = 64 << 10;
 
 /// Requested bytes of the file.

@@ -18,7 +18,8 @@ pub(crate) const WORDS: usize = 512;
 /// Bytes of a chunk in the file.
 pub(crate) const CHUNK_LEN: usize = WORDS * 8;
 
-/// Chunks of a group, allocated with its first chunk: 1 GiB of RAM, 12 KiB. The number of groups is a claim of the file.
+/// Chunks of a group: 1 GiB of RAM, 12 KiB of memory. A group is allocated with its first chunk, because the size of RAM is
+/// only a claim of the file or the source.
 const GROUP: usize = 512;
 
 type Chunk = Box<[AtomicU64]>;

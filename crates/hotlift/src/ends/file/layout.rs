@@ -69,7 +69,7 @@ pub struct FileInfo {
     /// Description of the source's VM, from the command that wrote the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<Value>,
-    /// Id of the base file, which has the pages that this one lacks. So far none is written, and none is read.
+    /// Reserved: id of a base file with the pages that this one lacks. This version neither writes nor reads such files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<u64>,
     /// QEMU's property `multifd-flush-after-each-section`, if the source's multifd channels have shown it. Readers that do not
@@ -173,7 +173,8 @@ pub(crate) struct BlockHead {
 }
 
 impl BlockHead {
-    /// Returns a block with as many of these pages, in ascending order, as fit, and the number of these pages.
+    /// Returns the head of a block with the first of `pages`, as long as they ascend within one aligned run of [`BLOCK_PAGES`],
+    /// and their number. Returns `None` without pages.
     pub(crate) fn of(ram_block: usize, pages: impl Iterator<Item = u64>) -> Option<(Self, usize)> {
         let mut pages = pages.peekable();
         let first = pages.peek().map(|page| page / BLOCK_PAGES * BLOCK_PAGES)?;
@@ -197,7 +198,7 @@ impl BlockHead {
         Some((head, count))
     }
 
-    /// Returns its page numbers, in the order of their content.
+    /// Returns the numbers of the block's pages, in the order of their content.
     pub(crate) fn pages(&self) -> impl Iterator<Item = u64> + use<> {
         let (first, which) = (self.first, self.which);
         (0..WINDOW)
@@ -205,7 +206,7 @@ impl BlockHead {
             .map(move |place| first + place)
     }
 
-    /// Returns the number of its pages.
+    /// Returns the number of the block's pages.
     pub(crate) fn len(&self) -> usize {
         self.which.count_ones() as usize
     }

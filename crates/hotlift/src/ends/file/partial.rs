@@ -14,7 +14,7 @@ use tempfile::TempPath;
 use super::FileError;
 use super::kind::{check_target, folder_of};
 
-/// Slices in one call of the kernel.
+/// Maximum number of slices in one system call.
 const SLICES: usize = 16;
 
 /// Bytes reserved for data written after the report to the source that its guest is safe: EOF, a VM description of 100 KB to
@@ -146,8 +146,8 @@ impl PartialFile {
         random
             .persist(&self.path)
             .map_err(|refused| self.failed(refused.error))?;
-        // No error: the file is complete and on disk, and may be the only copy of the guest. A failed sync of the name is no
-        // reason to fail the save.
+        // No error: the file is complete and on disk, and may be the only copy of the guest. So a failed sync of its name must
+        // not fail the save.
         let _ = self.folder_file.sync_all();
         Ok(())
     }

@@ -158,8 +158,8 @@ impl ReceivedPages {
         Ok(())
     }
 
-    /// Checks that all pages have arrived, except those that the source reports as left out: beside the stream or, for
-    /// virtio-mem, in the stream. A report in the stream covers each page, and has precedence for its block.
+    /// Checks that all pages have arrived, except those that the source reports as left out: in `unused_ram`, or, for
+    /// virtio-mem, in the stream (`memory_devices`). A report in the stream covers each page of its block, and has precedence.
     ///
     /// # Errors
     /// [`FileError::Incomplete`] with the first RAM block that lacks pages.
@@ -284,7 +284,7 @@ mod tests {
         let other = device_at("/other", 8, 0b0001);
         assert!(check(&[0, 1, 6], &[other, plugged.clone()]).is_some());
         assert!(check(&[0, 1, 6, 7], &[device(6, 0b0001)]).is_some());
-        // A report beside the stream cannot extend the one in the stream.
+        // `unused_ram` cannot extend a report in the stream.
         let beside = [unplugged("mem0", 8)];
         assert!(check_with(&[0, 1, 6], &beside, &[plugged]).is_some());
         assert_eq!(check_with(&[0, 1, 6], &beside, &[device(6, 0)]), None);

@@ -117,7 +117,7 @@ pub(super) fn serve_some(
     control: &Control,
     (on_event, places): (&(dyn Fn(ServerEvent) + Sync), ConnectionQuota),
 ) -> Result<(), MigrationError> {
-    // Before the folder: its descriptor is the last one that a server without connections opens.
+    // Opened before the folder, whose descriptor is the last that a server without connections opens.
     let admission = Admission::new(listener, tls, VISITORS);
     let mut admission = admission.map_err(MigrationError::opening)?;
     let wake_fd = WakeFd::new(control.life()).map_err(MigrationError::opening)?;
@@ -171,8 +171,8 @@ struct Connection {
 }
 
 impl CurrentReaders {
-    /// Returns true if `visitor` may have another connection. At a limit this closes an idle connection: one of the visitor if
-    /// it is at its own limit, else any.
+    /// Returns true if `visitor` may have another connection. At a limit, closes an idle connection: one of `visitor` if its
+    /// own limit is reached, else any.
     fn make_room(&mut self, visitor: &str, places: ConnectionQuota, now: Instant) -> bool {
         let own = self
             .connections
@@ -293,7 +293,7 @@ impl Server<'_> {
                     reason: error_line(&refused.source),
                     host: refused.from,
                 }),
-                // The connection that was silent for the longest time.
+                // Replaced by a newer connection, because it was silent for the longest time: not reported.
                 Rejected::Left(_) => {}
             }
         }

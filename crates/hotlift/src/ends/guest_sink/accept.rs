@@ -120,7 +120,8 @@ impl Expected<'_> {
             _ => left,
         };
         arrivals.step(wait, &|packet, others| self.check(packet, others))?;
-        // Otherwise the channels are awaited in vain. (If main has already closed, the next step rejects it.)
+        // Rejects a source whose first bytes on main do not fit a migration with channels: otherwise the wait for them would
+        // time out. (If main has already closed, the next step rejects it.)
         let main = arrivals.main.as_ref().map(|(main, _)| main);
         if arrivals.waits_for_channels()
             && let Some(beginning) = main
@@ -234,8 +235,8 @@ fn check_hello(hello: &Hello, options: &Options) -> Result<(), MigrationError> {
             options.stream.channels().to_string(),
         );
     }
-    // With `auto`, the destination decodes every method. If each packet has its own method, a destination without a method also
-    // accepts it: `none` is the default of a monitor.
+    // `auto` accepts every method. `none`, the default of a monitor, also accepts a source that selects the method of each
+    // packet.
     let takes = options.stream.multifd_compression;
     let fits = match hello.method {
         Some(method) => takes.is_auto() || method.flag() == takes.flag,

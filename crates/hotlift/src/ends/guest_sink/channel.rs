@@ -91,8 +91,8 @@ impl PageSink for GuestRam<'_> {
         let session = self.session;
         self.check_switch("SYNC")?;
         if session.destination_handover.side() != DestinationSide::Loading {
-            // After all data has arrived there are no more barriers: this SYNC is the source's commit. A question that follows
-            // it is answered by the thread that lingers until the source knows the outcome.
+            // After all data has arrived there are no more barriers: this SYNC is the source's commit. The thread that lingers
+            // until the source knows the outcome answers later queries.
             self.sink.take_over(session)?;
             return Ok(ReadDecision::No);
         }

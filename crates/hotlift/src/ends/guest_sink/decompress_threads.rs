@@ -148,7 +148,7 @@ pub(crate) struct DecompressQueue<'a> {
 }
 
 impl<'a> DecompressQueue<'a> {
-    /// Creates it, or returns `None` without threads.
+    /// Creates the main thread's side, or returns `None` without threads.
     pub(crate) fn new(
         pool: &'a DecompressThreads,
         guest: &dyn Guest,

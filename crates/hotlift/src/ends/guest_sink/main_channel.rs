@@ -105,7 +105,8 @@ impl<'a> MainReceiver<'a> {
                 Err(error) => {
                     return match session.destination_handover.side() {
                         DestinationSide::Loading | DestinationSide::Never => Err(error),
-                        // The source's commit may arrive on another connection; this one carries nothing more.
+                        // The source's commit may have arrived, or may still arrive, on another connection; this one carries
+                        // nothing more.
                         DestinationSide::Loaded
                         | DestinationSide::Starting
                         | DestinationSide::Runs

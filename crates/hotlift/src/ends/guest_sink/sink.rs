@@ -210,7 +210,7 @@ impl<'a> GuestSink<'a> {
         }
     }
 
-    /// Waits with `waiting` for the preempt channel, and returns it.
+    /// Waits for the preempt channel as long as `waiting` permits, and returns it.
     ///
     /// # Errors
     /// [`MigrationError::Timeout`]; the error of `waiting`.

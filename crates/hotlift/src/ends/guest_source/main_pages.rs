@@ -19,8 +19,8 @@ use crate::pipe::batch::Batch;
 use crate::pipe::flow::Flow;
 use crate::precopy::ram::offsets;
 
-/// Pages between two calls for other work. This number with content fills the main channel's buffer of 64 KiB once: at a low
-/// `max-bandwidth` the thread is blocked for one write only.
+/// Pages between two calls of `between`. This number of pages with content fills the main channel's buffer of 64 KiB once: at a
+/// low `max-bandwidth` the thread is blocked for one write only.
 const PAGES_BETWEEN: usize = 16;
 
 /// Maximum pages in a batch for a `compress` thread. With 1, 8, 32 and 128 pages the migration thread took 1.05, 0.53, 0.40
@@ -128,7 +128,7 @@ pub(crate) fn scan(
         between(xbzrle);
     }
     handed_out.into_iter().for_each(|it| flow.submit(it));
-    // If the flow is broken, a thread has failed, and the caller checks for that.
+    // The result is ignored: a broken flow means that a thread has failed, which the caller checks.
     flow.drain();
     Ok(())
 }

@@ -9,7 +9,7 @@ pub(crate) struct NormalShare {
 }
 
 impl NormalShare {
-    /// Creates it for a share of 0 to 100 %.
+    /// Creates the selection of a share of 0 to 100 %.
     pub(crate) fn new(percent: u8) -> Self {
         Self { percent, due: 0 }
     }

@@ -26,7 +26,7 @@ pub(crate) struct GuestPages<'a> {
 }
 
 impl<'a> GuestPages<'a> {
-    /// Creates it for all dirty pages.
+    /// Creates the set of all dirty pages.
     pub(crate) fn new(source: &'a GuestSource<'a>) -> Self {
         source.ram.start_round(false);
         Self {

@@ -90,8 +90,8 @@ impl Source for GuestSource<'_> {
         }
     }
 
-    /// Detects a stall that no other thread can end: a blocked write, while the guest is paused, to a destination that reads
-    /// nothing.
+    /// Detects a stall that no other thread can end: while the guest is paused, a write is blocked because the destination
+    /// reads nothing.
     fn poll(&self, session: &Session<'_>, now: Instant) -> Option<Instant> {
         if !self.is_guest_stopped() {
             return None;

@@ -23,7 +23,7 @@ struct State {
 }
 
 impl Rounds {
-    /// Creates it for `channels` channels.
+    /// Creates the rounds of a migration with `channels` channels.
     pub(crate) fn new(channels: usize, life: &Life) -> Self {
         Self {
             state: WaitMutex::new(life, State::default()),

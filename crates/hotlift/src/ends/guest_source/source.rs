@@ -35,7 +35,7 @@ pub(crate) struct GuestSource<'a> {
     main_at_postcopy: OnceLock<u64>,
     /// Pages sent over the current connection of a postcopy.
     pub ledger: OnceLock<Arc<Ledger>>,
-    /// Error that lost that connection.
+    /// Error that ended that connection.
     pub lost: Failure,
     /// RAM block of the last page request on it.
     pub(super) asked_block: Mutex<Option<usize>>,
@@ -90,7 +90,7 @@ impl<'a> GuestSource<'a> {
         self.main_at_stop.get().is_some()
     }
 
-    /// Returns true if the rest of a round must be sent in postcopy.
+    /// Returns true if postcopy must begin now, and send the rest of the round.
     pub(crate) fn cuts_round(&self) -> bool {
         self.options.postcopy.ram && self.control.wants_postcopy() && !self.is_guest_stopped()
     }

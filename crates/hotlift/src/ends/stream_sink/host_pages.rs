@@ -39,7 +39,7 @@ pub(super) struct Gathered {
 }
 
 impl Gathered {
-    /// Returns its pages, which must be written without others between them.
+    /// Returns the host page's pages, which must be written without others between them.
     pub(super) fn pages(&self) -> PageRecords<'_> {
         PageRecords {
             block: self.block,
@@ -58,7 +58,7 @@ impl Drop for Gathered {
 }
 
 impl HostPages {
-    /// Creates it for a VM with these RAM blocks. Collected pages charge their memory to `memory`.
+    /// Creates an empty collection for a VM with these RAM blocks. Collected pages charge their memory to `memory`.
     pub(super) fn new(blocks: &[RamBlockEntry], memory: &MemoryLimit) -> Self {
         Self {
             sizes: blocks.iter().map(|block| block.page_size).collect(),

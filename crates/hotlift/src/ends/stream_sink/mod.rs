@@ -178,7 +178,8 @@ impl Seen {
 pub(crate) struct StreamSink<'a> {
     settings: &'a RelaySettings,
     pub out: StreamOut,
-    /// True if the peer may know that it has loaded everything, but not that the migration has failed before the commit.
+    /// True from the question whether everything is loaded until the commit. If the migration fails in between, the peer must
+    /// be notified that there was no commit.
     asked_whether_loaded: AtomicBool,
     control: Control,
     seen: Seen,
@@ -682,7 +683,7 @@ impl Sink for StreamSink<'_> {
         answers.commit();
         self.asked_whether_loaded.store(false, Ordering::Release);
         let id = answers.id();
-        // A connection lost from now on may have relayed EOF.
+        // Send errors are ignored from here on: a connection that is lost now may have delivered EOF.
         if self.seen.is_guest {
             main.take().end_of_file();
             if id.is_some() {

@@ -65,7 +65,7 @@ pub(crate) struct Forwarding<'s, 'a> {
 }
 
 impl<'s, 'a> Forwarding<'s, 'a> {
-    /// Creates it if it is possible: pages are sent unchanged, and the source detects zero pages.
+    /// Creates the forwarder. Returns `None` if pages are not sent unchanged, or if this side must detect zero pages.
     pub(crate) fn new(sink: &'s StreamSink<'a>, channel: u8) -> Option<Self> {
         if sink.detects_zeros() {
             return None;

@@ -21,8 +21,8 @@ use crate::stream::accept_loop::AcceptLoop;
 use crate::stream::arrivals::{Arrivals, stray};
 use crate::stream::main_recv::WaitCondition;
 
-/// Delay of a source's last channel after the first multifd flush on main, which it precedes: on one host only the delay of
-/// this process.
+/// Longest time by which the accept of a source's last channel may lag behind the first multifd flush on main, although the
+/// channel connected before it. On one host only this process causes a lag.
 pub(crate) const SETTLE: Duration = Duration::from_millis(50);
 
 /// The same delay if another thread or a proxy accepts the connections first, e.g. on a host that is busy with other
@@ -120,7 +120,7 @@ impl<'a> QemuConnections<'a> {
             let left = |until: Instant| until.saturating_duration_since(now);
             self.step(deadline.map_or(LONG, left), call)?;
             if self.arrivals.multifd.is_empty() && self.arrivals.main.is_none() {
-                // No connection has shown yet that it is from a source: no deadline.
+                // There is no deadline before a connection has shown that it is from a source.
                 deadline = None;
                 continue;
             }

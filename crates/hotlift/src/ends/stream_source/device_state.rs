@@ -26,7 +26,7 @@ pub(crate) fn hand_over(
     let outcome = session.sink.commit(end, hooks.has_taken);
     session.settle(match &outcome {
         Ok(_) => Some(DestinationStatement::Runs),
-        // A file that is incomplete never runs a guest.
+        // No guest ever runs from an incomplete file.
         Err(MigrationError::Destination { .. } | MigrationError::File(_)) => {
             Some(DestinationStatement::Never)
         }

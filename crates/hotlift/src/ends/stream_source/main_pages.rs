@@ -117,7 +117,8 @@ impl<'a> MainPages<'a> {
         let joins = |to: Option<usize>, batch: &Batch| to == worker && batch.block == block;
         match &self.batch {
             Some((to, batch)) if joins(*to, batch) && batch.len() < self.most => Ok(None),
-            // All batches are being written. An awaited page may follow this page, and must not wait for them.
+            // Waits for a free batch only while no requested page is awaited: such a page may follow this one. Otherwise this
+            // page joins the current batch.
             Some((to, batch)) if joins(*to, batch) && batch.len() < BATCH_PAGES => flow
                 .take_while(|| self.pending_requests.all_arrived())
                 .map_err(|FlowBroken| MigrationError::Cancelled),

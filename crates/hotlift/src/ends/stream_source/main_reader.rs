@@ -99,7 +99,7 @@ impl<'a> MainReader<'a> {
     ) -> Result<(), MigrationError> {
         let session = self.relay.session;
         self.relay.open(opening)?;
-        // Only a guest that is being taken over becomes unsure.
+        // Has an effect only while the guest is being started.
         let _unsure = OnPanic(|| session.destination_handover.unsure());
         let outcome = self.pass_all_on(hooks, further);
         if outcome.is_err() {
@@ -154,7 +154,7 @@ impl<'a> MainReader<'a> {
             }
             filled => filled?,
         }
-        // A destination with a preempt channel loads nothing before it has that channel, and requests nothing.
+        // A destination with a preempt channel loads and requests nothing before it has that channel.
         if relay.switched && !relay.upstream.pending_requests.has_begun() {
             relay.connect_preempt()?;
         }
@@ -279,7 +279,7 @@ impl Relay<'_> {
         }
     }
 
-    /// Ends RAM. Without a sync point here the channels had their last one before: only main's own pages are left.
+    /// Ends RAM. Without a sync point here, the channels have passed their last one before, and only main's own pages are left.
     fn ram_end(&mut self, is_sync_point: bool) -> Result<(), MigrationError> {
         if is_sync_point {
             self.session.await_readers()?;
@@ -291,7 +291,7 @@ impl Relay<'_> {
         if is_sync_point {
             self.session.barrier.pass();
         }
-        // In postcopy, and for the first device part from a relay, the device phase is at another time.
+        // In postcopy, and in a relay's stream, this state is set elsewhere: with the package, and with the first device part.
         if !self.switched && (self.upstream.is_guest || !self.upstream.source.is_hotlift()) {
             self.session.control.set_status(Status::Device);
         }
@@ -310,7 +310,8 @@ impl Relay<'_> {
         }
         let call = self.session.call();
         match pending_requests.wait_until_met(UNDER_WAY, &call) {
-            // The candidates are not the channel, and a QEMU does not answer requests after its last page.
+            // None of the candidates is the channel, and a QEMU answers no requests after its last page: nothing more will
+            // come.
             Err(MigrationError::Timeout { .. }) if !preempt.is_found() => Ok(()),
             Err(MigrationError::Timeout { .. }) => pending_requests.wait_until_met(SILENT, &call),
             waited => waited,
@@ -342,7 +343,7 @@ impl Relay<'_> {
         self.session.switch();
         // From now on only requests are sent there.
         self.upstream.source.main.notice_loss();
-        // The source has made the preempt connection before it has sent this.
+        // The source has made the preempt connection before it sent this command.
         if further.preempt_for_sure() {
             self.connect_preempt()?;
         }
@@ -377,7 +378,7 @@ impl Relay<'_> {
             session.note_source_resumes();
         }
         session.switch_over(hooks)?;
-        // From now on the answer to a question must not be that the guest never runs there.
+        // From now on an outcome query must not be answered with "never".
         if self.upstream.source.is_hotlift()
             && !(session.destination_handover.loaded() && session.destination_handover.commit())
         {
@@ -462,13 +463,13 @@ impl WaitCondition for MainWait<'_> {
     }
 
     fn every(&self) -> Duration {
-        /// Maximum delay of the preempt channel's handshake, for which the source waits.
+        /// Interval of checks for a new preempt channel. It delays the channel's handshake, for which the source waits.
         const POLL_INTERVAL: Duration = Duration::from_millis(100);
         self.further.map_or(LONG, |_| POLL_INTERVAL)
     }
 }
 
-/// Returns true if the peer does not listen there.
+/// Returns true if no process listens at the address.
 fn is_closed_to_all(error: &MigrationError) -> bool {
     let MigrationError::Transport(TransportError::Connect { source, .. }) = error else {
         return false;

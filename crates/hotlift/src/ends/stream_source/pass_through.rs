@@ -90,7 +90,7 @@ pub(crate) fn run(
     })
 }
 
-/// Error of a stream that was not passed through.
+/// Error of a stream to pass through, by the time when it occurred.
 enum NotPassedThrough {
     /// Error before the first byte was sent to the destination.
     BeforeTheFirstByte(MigrationError),
@@ -197,7 +197,7 @@ fn carry_all(
             copied
         })?;
         let forward = spawn(scope, "relay/main".to_owned(), || {
-            // In this thread, so that a cancel can end a write to a destination that reads nothing.
+            // Written in this thread, so that the main thread can end a write to a destination that reads nothing.
             let copied = match (&first).write_all(first_bytes) {
                 Ok(()) => {
                     flow.sent.add_bytes(first_bytes.len());
@@ -252,7 +252,8 @@ fn carry_all(
             let next = deadlines.into_iter().flatten().min();
             let wait = next.map_or(LONG, |next| next.saturating_duration_since(now));
             let another = arrivals.another(source, wait, None);
-            // An unknown client's connection ends soon, and must not use the source's quota. No thread copies from it then.
+            // Drops connections that no thread copies any more: those of unknown clients end soon, and must not use up the
+            // source's quota.
             extra.retain(|pair: &Arc<(Stream, Stream)>| Arc::strong_count(pair) > 1);
             let open = extra.iter().filter(|pair| !pair.0.is_hung_up()).count();
             let is_full = open >= MAX_EXTRA || extra.len() >= MAX_EXTRA_OPEN;

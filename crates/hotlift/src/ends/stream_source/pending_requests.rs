@@ -40,7 +40,7 @@ struct State {
 }
 
 impl PendingRequests {
-    /// Creates it for a guest with these RAM blocks. Recorded pages charge their memory to `memory`.
+    /// Creates an empty record for a guest with these RAM blocks. Recorded pages charge their memory to `memory`.
     pub(crate) fn new(blocks: &[RamBlockEntry], memory: &MemoryLimit, life: &Life) -> Self {
         let sets = blocks
             .iter()

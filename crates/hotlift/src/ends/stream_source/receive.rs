@@ -32,7 +32,7 @@ pub(crate) struct Streams<'a> {
 }
 
 impl<'a> Streams<'a> {
-    /// Creates it for the connections of a source.
+    /// Creates the source of pages from the connections of a stream.
     pub(crate) fn new(upstream: &'a Upstream, setup: &'a Setup) -> Self {
         Self {
             upstream,
@@ -110,7 +110,7 @@ impl Source for Streams<'_> {
     }
 
     fn linger(&self, session: &Session<'_>, accept_loop: &mut AcceptLoop<'_>) {
-        // Before EOF a source does not ask about a guest that runs at the destination: both QEMUs wait for each other.
+        // Before EOF the source of a postcopy sends no outcome query: both QEMUs wait to be reconnected.
         if session.may_run_there() && !session.source_handover.is_committed() {
             return;
         }
@@ -249,8 +249,8 @@ impl PageSink for Batches<'_> {
     }
 
     fn ended(&mut self) -> Result<(), MigrationError> {
-        // A Hotlift closes its channels at the end. One that ends before was cut, and while main is quiet, no thread would
-        // notice it by its missing SYNC.
+        // A Hotlift closes its channels only at the end, so a channel that ends earlier was cut. While main is quiet, no thread
+        // would notice the missing SYNC.
         if self.upstream.source.is_hotlift() && !self.session.source_handover.is_committed() {
             return Err(MigrationError::Closed {
                 channel: Channel::Multifd(self.id),

@@ -163,9 +163,9 @@ impl MainChannel {
         }
     }
 
-    /// Handles the end of the bytes. Without a description only the preceding footer identifies the last byte as EOF, and the
-    /// PING in its place, which a truncated device would consume. A source that reads answers does not close before it has an
-    /// answer.
+    /// Handles the end of the bytes. Without a description, two facts identify the last byte as EOF: the footer before it, and
+    /// the answer to the PING that the destination gets in its place. (A truncated device would consume that PING.) A source
+    /// that reads answers does not close before it has one.
     pub(super) fn last_byte<'a>(
         &mut self,
         bytes: &'a [u8],
@@ -175,7 +175,8 @@ impl MainChannel {
         let eof = bytes.len().saturating_sub(1);
         let is_eof = match self.has_footers {
             true => is_eof(bytes, eof),
-            // Without footers only a QEMU proves completeness: it loads the devices up to the PING. A file does not.
+            // Without footers only the answer to that PING proves that the devices are complete: a QEMU loads them first. A
+            // file proves nothing.
             false => self.shows_loading && may_be_eof(bytes, eof),
         };
         if is_eof && !(is_closed && self.return_path) {
@@ -201,7 +202,7 @@ impl MainChannel {
         checked.map_err(|error| broken(error, &self.early))?;
         let held = bytes.len();
         self.phase = Phase::Release { held };
-        // The end of the devices does not determine how the source releases its guest.
+        // The silence has only shown the end of the devices. How the source releases its guest is still open.
         if self.ended == Some(EndCause::Silent) {
             self.ended = None;
         }

@@ -49,8 +49,9 @@ pub(crate) const EOF: u8 = 0x00;
 /// MiB.
 const DEVICE_BYTES: usize = 256 << 20;
 
-/// Longest pause of a relay within a package, which its QEMU holds complete at the start. With a damaged length the rest never
-/// comes, and a postcopy cannot be cancelled. Longer than the detection of a lost connection.
+/// Longest pause of a source's relay within a package: the QEMU behind it has the whole package before it sends any of it.
+/// After a damaged length the rest never comes, and a postcopy cannot be cancelled. Longer than the detection of a lost
+/// connection.
 const PACKAGE: Duration = Duration::from_secs(60);
 
 /// Silence after RAM that marks the last byte of a stream without VM description (machines with `suppress-vmdesc`). One second
@@ -287,13 +288,13 @@ pub(crate) struct MainChannel {
     /// True if a PING with the checksum follows the package.
     package_is_checked: bool,
     has_footers: bool,
-    /// True if the taker proves that it loads the devices.
+    /// True if the stream's consumer proves that it loads the devices.
     shows_loading: bool,
     /// Lengths of the early device sections, compared at the end of the stream.
     early: EarlyLengths,
     device: Option<DeviceState>,
     device_bytes: usize,
-    /// Content of a package so far.
+    /// True once the package has brought LISTEN.
     listens: bool,
     pings: Vec<u32>,
     search: EofSearch,

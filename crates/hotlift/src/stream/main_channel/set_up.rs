@@ -15,8 +15,8 @@ use super::{
 };
 use crate::error::{Channel, MigrationError};
 
-/// Size in bytes of the largest supported host page. A page that is sent as one piece must be complete in memory, and the next
-/// size of x86 is 1 GiB: a guest with such pages should be moved before it runs.
+/// Size in bytes of the largest supported host page. A host page that is sent as one piece must be complete in memory. The next
+/// size of x86 is 1 GiB: a guest with such pages should be migrated without postcopy.
 pub(crate) const LARGEST_PAGE: usize = 2 << 20;
 
 /// Section type of a device that sends more than one section: START.
@@ -115,8 +115,8 @@ impl MainChannel {
     /// [`Action::Opened`] comes after the check for them.
     pub(crate) fn begin(&mut self, multifd: bool) {
         self.multifd = multifd;
-        // With multifd the source may write nothing more on main before its channels are read. Such a device is then rejected
-        // when it comes, and the assumed end of an unknown layout is checked at the end.
+        // With multifd nothing more is awaited: the source may write nothing on main before its channels are read. A device
+        // that cannot be parsed is rejected when it arrives, and the assumed end of an unknown layout is checked at the end.
         self.phase = Phase::Others {
             section_has_ended: false,
         };
@@ -125,7 +125,7 @@ impl MainChannel {
         }
     }
 
-    /// Sets whether the taker proves that it loads the devices. A file accepts any bytes.
+    /// Sets whether the stream's consumer proves that it loads the devices. A file accepts any bytes.
     pub(crate) fn set_shows_loading(&mut self, shows: bool) {
         self.shows_loading = shows;
     }
@@ -216,7 +216,7 @@ impl MainChannel {
             MainEvent::RamBlocks(blocks) => self.set_up.ram.blocks = blocks,
             MainEvent::MultifdFlush if !self.set_up.flush => self.set_up.flush = true,
             MainEvent::Header => {}
-            // The footer may stay in the source's buffer until its channels are read.
+            // Does not wait for the footer, which may stay in the source's buffer until its channels are read.
             MainEvent::RamEos => {
                 let set_up = Setup {
                     return_path: self.return_path,
@@ -403,7 +403,7 @@ impl MainChannel {
         }
     }
 
-    /// Handles the advice that postcopy may follow: the present content of RAM is not the source's.
+    /// Handles the advice that postcopy may follow. [`Action::Advised`] empties RAM, whose present content is not the source's.
     pub(super) fn advise_guest(
         &mut self,
         rules: GuestRules,

@@ -83,7 +83,7 @@ enum End {
 /// Actions, each with the count of consumed bytes after it.
 type Read = (Vec<(Seen, usize)>, End);
 
-/// A stream and its taker.
+/// A stream and its consumer.
 struct Case {
     name: &'static str,
     taker: StreamConsumer,

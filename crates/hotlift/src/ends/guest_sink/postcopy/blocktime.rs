@@ -53,7 +53,7 @@ pub(super) struct Blocktime {
 }
 
 impl Blocktime {
-    /// Creates it for a guest whose vCPUs have these threads.
+    /// Creates the statistics of a guest whose vCPUs have these threads.
     pub(super) fn new(threads: &[u32], now: Instant) -> Self {
         let vcpu = |thread: &u32| Vcpu {
             thread: *thread,

@@ -131,7 +131,7 @@ impl<'a> LazyRam<'a> {
     fn wants(&self, touch: Touch) -> Result<bool, MigrationError> {
         let Fault { block, page } = touch.fault;
         {
-            // Under this lock, because a page is marked as received before its waits end.
+            // Tested under this lock, because a page is marked as received before its waits end.
             let mut waits = self.waits.lock();
             if !self.received[block].test(page) {
                 return Ok(waits.begin(touch, self.waits.now()));

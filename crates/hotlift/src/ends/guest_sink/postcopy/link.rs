@@ -23,7 +23,7 @@ struct LinkState {
     recovered: Option<Arc<Stream>>,
     /// True if there is no connection.
     is_lost: bool,
-    /// True while the source asks for the received pages: no page is requested before.
+    /// True while the source still asks which pages have arrived: no page is requested in this time.
     is_asked: bool,
     /// RAM block of the last request on this connection.
     named: Option<usize>,

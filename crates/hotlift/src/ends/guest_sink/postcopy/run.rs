@@ -63,7 +63,7 @@ pub(crate) fn run<'a>(
         DestinationSide::Runs => {
             let waits = incoming.lazy.waits.lock().figures(session.since.elapsed());
             let _ = sink.postcopy.set(waits);
-            // A guest with missing pages keeps waiting for them.
+            // Without `end`: threads of the guest keep waiting for missing pages.
             outcome
         }
         _ => {
@@ -90,7 +90,7 @@ impl Incoming<'_> {
                 },
                 _ => error,
             });
-            // The thread that loads the devices may wait for a page.
+            // Wakes the thread that loads the devices, if it waits for a page.
             if session.destination_handover.side() == DestinationSide::Never {
                 self.lazy.end();
             }
@@ -126,7 +126,7 @@ impl Incoming<'_> {
         let (session, sink) = (self.session, self.sink);
         sink.await_loaded()?;
         let pongs: Vec<_> = pings.iter().copied().map(ReturnMessage::Pong).collect();
-        // A source that does not receive it detects the broken connection.
+        // Ignored: a source that does not receive the answers detects the broken connection.
         let _ = self.link.send(&encode(&pongs));
         if !(session.destination_handover.loaded() && session.destination_handover.commit()) {
             return Err(MigrationError::Cancelled);
@@ -149,7 +149,8 @@ impl Incoming<'_> {
     ) -> Result<(), MigrationError> {
         let mut outcome = self.all_pages(machine, input, preempt);
         while let Err(lost) = outcome {
-            // A guest that does not run yet never will, and main may carry the refusal. A guest that is starting will run.
+            // Abandons a guest that is not starting yet; main stays open, because it may carry the refusal. The start of a
+            // guest is awaited instead.
             self.session.destination_handover.abandon();
             if !self
                 .session
@@ -180,7 +181,7 @@ impl Incoming<'_> {
         let Some(stream) = preempt else {
             return self.pages(machine, input);
         };
-        // `whole`: main has brought its last page. `over`: the preempt channel has ended.
+        // `whole`: main has ended, normally after its last page. `over`: the preempt channel has ended.
         let (whole, over) = (AtomicBool::new(false), AtomicBool::new(false));
         thread::scope(|scope| {
             let urgent = spawn(scope, "mig/dst/preempt".to_owned(), || {
@@ -197,7 +198,7 @@ impl Incoming<'_> {
             let outcome = urgent.and_then(|urgent| {
                 let mut outcome = self.pages(machine, input);
                 whole.store(true, Ordering::Release);
-                // Pages that the end of main has overtaken.
+                // Waits for pages on the preempt channel that the end of main has overtaken.
                 if outcome.is_ok() {
                     let timeout = self.sink.options.limits.handshake_timeout;
                     let is_over = || over.load(Ordering::Acquire);
@@ -206,7 +207,7 @@ impl Incoming<'_> {
                 let was_over = over.load(Ordering::Acquire);
                 stream.shutdown(Shutdown::Both);
                 match (outcome, urgent.join()?) {
-                    // The end of the preempt channel has also ended main.
+                    // The early end of the preempt channel has cut main: its error is the cause.
                     (Err(_), Err(first)) if was_over => Err(first),
                     (outcome, _) => outcome,
                 }

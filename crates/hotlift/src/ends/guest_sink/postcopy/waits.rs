@@ -11,7 +11,7 @@ use crate::figures::{LatestTimes, PostcopyFigures};
 /// Waits for missing pages.
 #[derive(Default)]
 pub(super) struct Waits {
-    /// Threads that wait for a requested page: few, because each is a thread.
+    /// Waits for requested pages: about one for each waiting thread, so only few.
     open: Vec<(Touch, Instant)>,
     /// Times of completed waits.
     over: LatestTimes,
@@ -24,7 +24,7 @@ pub(super) struct Waits {
 }
 
 impl Waits {
-    /// Creates it without waits; `blocktime` counts them by thread.
+    /// Creates an empty set of waits; `blocktime` counts them by thread.
     pub(super) fn new(blocktime: Option<Blocktime>) -> Self {
         Self {
             blocktime,

@@ -31,13 +31,13 @@ type Found = (
     Option<Box<dyn Error + Send + Sync>>,
 );
 
-/// Finds none: a program without accelerators.
+/// Finds no devices, in a program without accelerators.
 #[cfg(not(feature = "accel"))]
 fn find(_: &[crate::options::AccelPath], _: Option<u32>) -> Found {
     (None, Some(hotlift_methods::NOT_BUILT_IN.into()))
 }
 
-/// Devices that detect zero pages. What they do not settle, they check on the CPU.
+/// Devices that detect zero pages. Pages without a result from a device are checked on the CPU.
 pub(crate) trait FindZeros: Send + Sync {
     /// Returns a batch of at most `pages` pages, reused from packet to packet.
     fn batch<'a>(&'a self, pages: usize) -> Box<dyn PageBatch<'a> + 'a>;
@@ -118,7 +118,7 @@ pub(crate) struct Pipeline<'a> {
     pages: usize,
 }
 
-/// Known pages of one packet.
+/// Pages gathered for one packet.
 struct Filling<'a> {
     batch: Box<dyn PageBatch<'a> + 'a>,
     block: usize,
