@@ -137,7 +137,7 @@ impl Agent {
         std::mem::take(&mut returned)
     }
 
-    /// Returns a descriptor that is readable while there are such connections.
+    /// Returns a descriptor that is readable while there are connections that were put back.
     pub(crate) fn returned_fd(&self) -> BorrowedFd<'_> {
         self.has_returned.as_fd()
     }
@@ -220,7 +220,7 @@ fn signal(fd: &OwnedFd) {
 pub(crate) fn tls_of(config: &Config) -> Result<Arc<Tls>, AgentError> {
     let setup = |error| {
         let error = match error {
-            // Its message recommends flags that the agent does not have.
+            // This error's message recommends flags that the agent does not have.
             TlsSetupError::Insecure { source, .. } => TlsSetupError::Credentials(*source),
             error => error,
         };

@@ -1,9 +1,10 @@
 //! Shares of the host's bandwidth and cores for outgoing migrations; of the bandwidth also for tunnels.
 //!
-//! Four times a second each session gets a part by weight. The others get what it has not used, and sessions with a paused
-//! guest come first. The parts never exceed the whole, except those of idle sessions, which take nothing from the others: a
-//! disk's tunnel has its part immediately when it needs it. All bandwidth also comes from one rate limiter, which enforces the
-//! whole over any second: eight migrations that send a packet at the same time would exceed it.
+//! Four times a second each session gets a part of the whole by its weight. Sessions with a paused guest come first. A session
+//! that does not need its part leaves the rest to the others. The parts of the active sessions never exceed the whole. An idle
+//! session also gets a part, which reduces no other part: a disk's tunnel can use it immediately. For bandwidth, one rate
+//! limiter of all sessions enforces the whole over any second: eight migrations that each send a packet at the same time would
+//! exceed it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -24,10 +25,10 @@ pub(crate) const ROUND: Duration = Duration::from_millis(250);
 /// A session that has used less than this percentage of its part does not need all of it.
 const NEEDS_ALL: u64 = 80;
 
-/// Its next part, in percent of its use: it can grow by more than its shortage until the next round.
+/// Next part of such a session, in percent of its use: the use can grow by half until the next round.
 const ROOM: u64 = 150;
 
-/// Smallest part of a session without priority, as a fraction of the whole, so that it can show a larger demand.
+/// Divisor of the whole that gives the smallest part of a session without priority: enough to show a larger demand.
 const MIN_SHARE: u64 = 64;
 
 /// Use and limits of a session.
@@ -37,9 +38,9 @@ pub struct Claim {
     pub weight: u32,
     /// Use, in units a second.
     pub used: u64,
-    /// Available units a second; 0 if unknown.
+    /// Its current part, in units a second; 0 if its use of this part is unknown.
     pub had: u64,
-    /// Limit; 0 is unlimited.
+    /// Limit in units a second; 0 is unlimited.
     pub most: u64,
     /// True if it has priority.
     pub is_urgent: bool,
@@ -59,7 +60,7 @@ impl Claim {
         }
     }
 
-    /// Returns its demand, of a whole of `total`.
+    /// Returns its demand if the whole is `total`.
     fn want(&self, total: u64) -> u64 {
         let most = self.most();
         let needs_all = self.had == 0 || self.used >= self.had / 100 * NEEDS_ALL;
@@ -94,8 +95,8 @@ pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
     for (group, most) in [(&first, total - least.min(total)), (&others, total)] {
         left -= fill(left.min(most), &wants, group, &mut parts);
     }
-    // The active sessions do not demand the rest; each gets a part of it in advance for a growing demand. An idle one gets the
-    // part that it would have if all demanded theirs.
+    // No active session demands the rest, so it is divided among them in case their use grows. An idle session gets the part
+    // that it would have if all sessions needed theirs.
     let all: Vec<_> = (0..claims.len()).collect();
     for (some, among, rest) in [(&active, &active, left), (&idle, &all, total)] {
         let weights = among.iter().map(|index| u128::from(wants[*index].0));
@@ -214,7 +215,7 @@ impl Usage {
                 is_urgent: *is_urgent,
                 ..Claim::default()
             };
-            // The available units are known after its first report.
+            // Before its first report, its use is unknown.
             let had = |part: u64| match snapshot.progress.elapsed.is_zero() {
                 true => 0,
                 false => part,
@@ -229,7 +230,7 @@ impl Usage {
                 ..claim
             });
             cpu.push(time.map(|time| Claim {
-                // No rate limiter enforces the cores, so an idle session keeps its own part.
+                // At least 1, so that no session counts as idle: no rate limiter enforces the sum of the cores.
                 used: self.cores(*id, time, now).max(1),
                 had: had(snapshot.share.cpu.into()),
                 ..claim

@@ -164,7 +164,7 @@ fn targets<'a>(value: &'a Value, into: &mut Vec<&'a str>) {
 }
 
 impl Connections<'_> {
-    /// Returns true if an expression may match a packet of such a connection.
+    /// Returns true if an expression may match a packet of these connections.
     fn may_match(self, expression: &Value) -> bool {
         let matched = &expression["match"];
         let (left, right) = (&matched["left"], &matched["right"]);
@@ -220,7 +220,8 @@ fn holds(value: &Value, is_it: &dyn Fn(&Value) -> bool) -> bool {
     }
 }
 
-/// Returns true if `numbers` contain some, and true if they contain all, of `first` to `last`. A named set may contain some.
+/// Returns true if `numbers` contain some number from `first` to `last`, and true if they contain all. A named set counts as
+/// containing some.
 fn spans(numbers: &Value, first: u64, last: u64) -> (bool, bool) {
     if let Some(values) = numbers["set"].as_array() {
         let each = values.iter().map(|one| spans(one, first, last));

@@ -275,7 +275,7 @@ impl Config {
         })
     }
 
-    /// Returns the first key with an invalid value, by itself or with the others, and the problem.
+    /// Returns the first key whose value is invalid, alone or together with other values, and the problem.
     fn problem(&self) -> Option<(&'static str, String)> {
         let wrong = |key, problem: &str| Some((key, problem.to_owned()));
         let port = match self.listen.parse::<Address>() {

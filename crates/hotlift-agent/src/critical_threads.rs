@@ -7,14 +7,14 @@ use rustix::process::{Signal, getpid, kill_process};
 
 use crate::error::AgentError;
 
-/// Returns true if the agent is ending, and its threads may end.
+/// Function that returns true if the agent is ending, and its threads may end.
 type MayEnd = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// Threads whose early end ends the agent.
 pub struct CriticalThreads {
     threads: Vec<JoinHandle<()>>,
     may_end: MayEnd,
-    /// Name of the first that ended early.
+    /// Name of the first thread that ended early.
     lost: Arc<OnceLock<&'static str>>,
 }
 
@@ -35,7 +35,7 @@ impl Drop for ThreadGuard {
 }
 
 impl CriticalThreads {
-    /// Creates it without threads. A thread that ends while `may_end` is false sends SIGTERM to this process.
+    /// Creates an empty set. A thread that ends while `may_end` is false sends SIGTERM to this process.
     pub fn new(may_end: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         Self {
             threads: Vec::new(),
@@ -58,7 +58,7 @@ impl CriticalThreads {
         Ok(())
     }
 
-    /// Does the same for a thread that is not joined, since it waits for clients.
+    /// Starts a thread that is not joined, since it waits for clients.
     ///
     /// # Errors
     /// As for [`start`](Self::start).

@@ -56,7 +56,7 @@ pub(crate) fn connect_within(
     Ok(stream)
 }
 
-/// Returns the original destination of a connection that a rule redirected to a socket of this host, an IPv6 one if `v6`.
+/// Returns the original destination of a connection that a rule redirected to this host; `v6` is true for an IPv6 socket.
 ///
 /// # Errors
 /// The system's error if the connection was not redirected.

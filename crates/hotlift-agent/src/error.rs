@@ -139,7 +139,7 @@ pub enum CarryError {
     /// Cancelled while it waited for its turn.
     #[error("it was cancelled before it began")]
     Cancelled,
-    /// Its source closed the connections while it waited for its turn.
+    /// The source closed the connections of a migration that waited for its turn.
     #[error("its source closed its connections before it began")]
     Deserted,
     /// A cancelled migration does not end: its QEMU has received SHUT(0) (the destination loaded the guest), and has not
@@ -158,7 +158,7 @@ pub enum CarryError {
         #[source]
         source: TransportError,
     },
-    /// The connection error does not show if there is an agent, or the configuration names one.
+    /// The connection to the agent failed, and an agent may exist: the error does not exclude it, or `peers` names one.
     #[error(
         "cannot reach the agent for {to}, and a migration without it would be unencrypted (check its host, this host's limits \
          and routes, and [peers])"
@@ -202,7 +202,7 @@ pub enum CarryError {
     /// The destination's QEMU or NBD server cannot be reached.
     #[error("cannot connect to {to}")]
     Connect {
-        /// Its address.
+        /// Address of the QEMU or of the server.
         to: SocketAddr,
         /// The system's reason.
         #[source]
@@ -224,7 +224,7 @@ pub enum CarryError {
     System {
         /// The resource.
         what: &'static str,
-        /// Its reason.
+        /// The system's reason.
         #[source]
         source: std::io::Error,
     },

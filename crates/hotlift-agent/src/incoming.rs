@@ -22,8 +22,8 @@ use crate::snapshot::State;
 use crate::supervise::{self, Progress};
 use crate::tunnel::{self, Limits};
 
-/// Longest time for a relay's connections after the message that its source exists; a little longer than the other agent waits
-/// for that.
+/// Longest time from the other agent's message about its source until the relay has read the start of that source's stream. A
+/// little longer than the other agent's own wait for its source (`SOURCE` in `outgoing`).
 const SOURCE: Duration = Duration::from_secs(150);
 
 /// Connect timeout for a tunnel's server.
@@ -180,7 +180,7 @@ fn tunnelled(
 ) -> Result<(), CarryError> {
     session.enter(State::Of(Status::Active));
     let near = std::cell::Cell::new(conversation.into_stream());
-    // The listener's only connection is the one to the server.
+    // The only connection of the listener is the one to the server, which `begin` has made.
     let limits = Limits::of(agent);
     tunnel::carry_all(session, listener, &limits, &|| {
         near.take().ok_or(CarryError::OutOfTurn)

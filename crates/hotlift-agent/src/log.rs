@@ -55,11 +55,11 @@ impl Log {
 #[derive(Debug, Default)]
 pub struct RateLimited {
     last_written: Option<Instant>,
-    /// Number of lines suppressed since then.
+    /// Number of lines suppressed since the last written one.
     kept_back: u64,
 }
 
-/// Shortest interval of such lines.
+/// Shortest interval of lines of a [`RateLimited`].
 const RATE_LIMIT_INTERVAL: Duration = Duration::from_secs(60);
 
 impl RateLimited {

@@ -99,7 +99,7 @@ pub fn as_elements(counts: &[MissedPackets]) -> String {
 pub struct LoggedMisses(BTreeMap<IpAddr, (u64, Instant)>);
 
 impl LoggedMisses {
-    /// Returns the `counts` to log at `now`, and true if further ones wait for their time.
+    /// Returns the `counts` to log at `now`, and true if others must wait for [`REPEAT_INTERVAL`].
     pub fn due_for_log(
         &mut self,
         counts: Vec<MissedPackets>,

@@ -26,7 +26,7 @@ impl OwnNames {
     /// Reads the names and addresses of this host, and adds the host of `listen`.
     pub fn of_this_host(listen: &str) -> Self {
         let mut own = Self::default();
-        // If it cannot be read, the addresses decide.
+        // If the host name cannot be read, the addresses and `listen` decide.
         if let Ok(name) = std::fs::read_to_string("/proc/sys/kernel/hostname") {
             own.names.push(name.trim().to_owned());
         }
@@ -40,7 +40,7 @@ impl OwnNames {
         let interfaces = getifaddrs().into_iter().flatten();
         let addresses = interfaces.filter_map(|interface| ip_of(&interface.address?));
         own.addresses.extend(addresses);
-        // Other hosts cannot reach this one by them.
+        // Other hosts cannot reach this host at these addresses.
         own.addresses
             .retain(|address| !address.is_loopback() && !address.is_unspecified());
         own

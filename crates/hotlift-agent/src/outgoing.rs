@@ -96,7 +96,7 @@ fn migration(
     let sender = conversation.sender();
     let on_source = |source: &SourceStream| {
         progress.has_begun.store(true, Ordering::Release);
-        // Send errors are ignored: without this message the other relay does not begin, and this one fails for that.
+        // Send errors are ignored: without this message the other relay does not begin, so this relay fails, too.
         let _ = sender.send(&Message::Source {
             channels: source.channels,
             method: source.method.to_owned(),
@@ -121,8 +121,8 @@ fn migration(
                 &session.control,
                 hooks,
             );
-            // Immediately, so that the next migration does not wait for the final message on this one. A failed migration's
-            // leftover connections are most likely its own, and its QEMU has abandoned them.
+            // Closed at once: the next migration must not wait for the final message about this one. After a failure the
+            // remaining connections most likely belong to this migration, and its QEMU has abandoned them.
             let rest = listener.close();
             if outcome.is_ok() {
                 agent.give_back(rest, to);
@@ -164,8 +164,8 @@ fn direct(to: SocketAddr) -> Result<RemoteEnd, CarryError> {
         .map_err(|source| CarryError::Connect { to, source })
 }
 
-/// Connects to the agent of the host with `to`. An invalid certificate is an error, and never a reason to go unencrypted. The
-/// same holds for an error of this host, or a configured agent that does not answer.
+/// Connects to the agent of the host with `to`. An invalid certificate, an error of this host, and a configured agent that does
+/// not answer are errors: none of them leads to an unencrypted connection.
 fn reach(agent: &Agent, config: &Config, to: SocketAddr) -> Result<Reached, CarryError> {
     let address = config.agent_of(to.ip());
     let stream = match address.connect(config.agent_timeout.0) {
@@ -181,7 +181,7 @@ fn reach(agent: &Agent, config: &Config, to: SocketAddr) -> Result<Reached, Carr
     Ok(Reached::Agent(Conversation::new(secured), address))
 }
 
-/// Returns true if a connection was refused or timed out, so that no process listens there. Other causes do not show that: no
+/// Returns true if a connection was refused or timed out: then no process listens there. Other errors do not show this: no
 /// descriptors, no route, an unknown name.
 fn has_no_listener(error: &TransportError) -> bool {
     let TransportError::Connect { source, .. } = error else {

@@ -53,7 +53,7 @@ fn receive(conversation: &mut Conversation) -> Result<Option<PeerRequest>, Conve
             head => return Ok(Some(PeerRequest::Belong(head))),
         }
     }
-    // The start or the rest of a hello, or the end of the stream.
+    // The connection has sent a part of a hello, or has ended.
     let hello = conversation.receive_hello(Duration::ZERO)?;
     Ok(hello.map(PeerRequest::Announce))
 }
@@ -100,7 +100,7 @@ fn announce(agent: &Arc<Agent>, conversation: Conversation, hello: Hello) {
     }
 }
 
-/// Passes a connection to its migration, after consuming the token from it.
+/// Passes a connection to its migration, after reading its token, if it begins with one.
 fn belong(agent: &Agent, mut one: Admitted) {
     let session = match one.head() {
         ConnectionClass::Token(_) => agent.sessions.find(|session| {

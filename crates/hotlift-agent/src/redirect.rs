@@ -1,7 +1,7 @@
 //! The loopback port that this host's migrations are redirected to.
 //!
-//! Connections to one address and port form one migration or one tunnel. The first bytes of the first connection decide, or
-//! their absence: then the server speaks first. No connection reaches the destination before that, since QEMU takes the first
+//! Connections to one address and port form one migration or one tunnel. Their first bytes decide which. If none arrive, it is
+//! a tunnel, whose server sends first. No connection reaches the destination before this decision, since QEMU takes the first
 //! one as the main channel.
 
 use std::collections::HashMap;
@@ -62,7 +62,7 @@ impl Redirected {
                 let uri = format!("tcp:[::1]:{port}");
                 return Err(TransportError::Listen { uri, source });
             }
-            // A host without IPv6 has no such migrations.
+            // A host without IPv6 has no migrations over IPv6.
             Err(_) => {}
         }
         Ok(Self(listeners))
@@ -83,7 +83,7 @@ impl Redirected {
 struct AddressClasses {
     main: bool,
     channel: bool,
-    /// Nothing yet, but more may come.
+    /// True if a connection has not sent enough to classify it, and still may.
     silent: bool,
     other: bool,
 }
@@ -93,7 +93,7 @@ impl AddressClasses {
     fn kind(&self) -> Option<Kind> {
         match self {
             Self { main: true, .. } => Some(Kind::Migration),
-            // QEMU 7.2 sends nothing on the main channel before its channels connect.
+            // QEMU 7.2 sends nothing on the main channel before its multifd channels connect.
             Self {
                 channel: true,
                 silent: true,
@@ -181,7 +181,7 @@ impl<'a> Router<'a> {
     fn keep(&mut self, one: Admitted, to: SocketAddr) {
         let one = Waiting { one, to };
         if self.agent.sessions.is_ending() {
-            // Running sessions may finish, including the connections that they still make.
+            // A running session may finish, and gets its further connections.
             if let Some(_new) = self.deliver(one) {
                 let error = CarryError::Ending;
                 self.agent.refuse(&format!("to={to} error=\"{error}\""));
@@ -207,7 +207,7 @@ impl<'a> Router<'a> {
         let is_late = |since| now.saturating_duration_since(since) >= SILENCE;
         let is_over = |waiting: &Waiting, since| match waiting.one.head() {
             ConnectionClass::Gone(_) => true,
-            // Its main channel came first, and has closed.
+            // No main channel has followed: it came first, and has closed.
             ConnectionClass::Channel(_) | ConnectionClass::OtherVersion(_) => is_late(since),
             _ => false,
         };
@@ -246,8 +246,8 @@ impl<'a> Router<'a> {
         }
     }
 
-    /// Passes a connection to the running session of its address. Returns it if there is none, or if that one has lost its
-    /// source.
+    /// Passes a connection to the running session of its address. Returns the connection if there is no such session, or if
+    /// the session has lost its source.
     fn deliver(&self, waiting: Waiting) -> Option<Waiting> {
         let Waiting { one, to } = waiting;
         let Some(session) = under_way(&self.sessions, to) else {

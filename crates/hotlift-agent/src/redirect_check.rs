@@ -1,6 +1,7 @@
 //! Check of the redirect of a user's connections: a test connection must reach the agent, and is reset otherwise.
 //!
-//! A thread with the user's id opens its socket. Its mark makes the table keep it on this host, for any destination.
+//! A thread with the user's id opens the socket. The mark of the socket makes the table keep the connection on this host, for
+//! any destination.
 
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};

@@ -9,18 +9,18 @@
 //! another process on the port are reset, since only a privileged process can mark a socket.
 //!
 //! A redirect is NAT. It misses a connection that is untracked, that another rule has translated before, or that is older than
-//! the table. So two more chains check outgoing packets after all others. The output chain resets; the postrouting chain drops
-//! packets that changed after that. With plaintext refused, neither exempts the mark: the agent has no such connections then.
-//! With plaintext allowed, the output chain counts.
+//! the table. So more chains check outgoing packets after all others. With plaintext refused, an output chain resets such
+//! connections, and a postrouting chain drops packets that were changed after the output chain. Neither exempts the mark: the
+//! agent has no connections to hosts without an agent then. With plaintext allowed, the output chain only counts the packets.
 //!
 //! The chains identify a user's connection to a migration port by its conntrack entry. Without an entry, or if the other side
-//! sent the entry's first packet, they check for a first packet or a local port of the kernel's choice. Answers of a server to
-//! a client whose port is one of `ports` must pass.
+//! sent the entry's first packet, they check whether the packet begins a connection, or comes from a local port of the kernel's
+//! choice. Answers of a server to a client whose port is one of `ports` must pass.
 //!
 //! A closed socket has no user any more, but the kernel still sends its queue: pages, when QEMU closes all channels after a
-//! reset of the first. So the output chain also checks packets without a user if they are untracked or their address had a
-//! user's packet refused. Those of other programs pass: the table's NAT chain makes the kernel track them. The postrouting
-//! chain does not check them: forwarded packets have no user either.
+//! reset of the first. So the output chain also checks two kinds of packets without a user: untracked ones, and those to an
+//! address to which a user's packet was refused. Packets of other programs pass: the table's NAT chain makes the kernel track
+//! them. The postrouting chain does not check packets without a user: forwarded packets have none either.
 
 use std::fmt::Write as _;
 use std::os::fd::AsFd;

@@ -176,7 +176,7 @@ fn run_until_signal(agent: &Arc<Agent>, signals: &mut Signals) {
     }
     agent.sessions.end();
     let limit = agent.config().drain_limit.0;
-    // Includes the time that the threads and the table need.
+    // Once for cancelled sessions, and once for the end of the threads and of the table.
     notify::notify(&notify::stopping(limit.saturating_add(2 * CANCEL_TIMEOUT)));
     let count = agent.sessions.under_way().len();
     let text = format!(

@@ -96,7 +96,7 @@ pub struct Session {
     pub control: Control,
     /// Sender of connections to it; none after the end, so that an ended session in the list holds no descriptor.
     sender: Mutex<Option<ConnectionSender>>,
-    /// Pass that its connections present at the destination.
+    /// Token that its connections present at the destination.
     pub pass: Option<ConnectionToken>,
     /// Rate limit of data that is carried without a relay, from its share.
     pub rate: SharedRate,
@@ -174,7 +174,7 @@ impl Session {
         self.log.write(level, &format!("{line} {text}"));
     }
 
-    /// Takes a progress report of its relay.
+    /// Records a progress report of its relay, and logs a new kind of stall.
     pub fn note(&self, progress: &RelayProgress) {
         let stall = self.control.stall();
         let is_new = lock(&self.snapshot).note(progress, stall);

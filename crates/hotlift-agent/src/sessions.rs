@@ -21,12 +21,12 @@ const OUTGOING: usize = 512;
 /// Limit of concurrent incoming sessions from all other hosts.
 const INCOMING: usize = 512;
 
-/// Limit for one other host, so that it cannot use up the others' quota: two for each port of libvirt's range, since disks are
-/// copied, too.
+/// Limit of incoming sessions from one other host, so that it cannot use up the quota of the others: two for each port of
+/// libvirt's range, since disks are copied, too.
 const OF_ONE_HOST: usize = 128;
 
-/// Limit of one host's connections that wait for their agent's description of the source, which takes a moment: two migrations
-/// with the maximum of channels.
+/// Limit of connections from one host that wait for its agent's message about the source, which follows soon: those of two
+/// migrations with the maximum of channels.
 const MAX_HELD: usize = 512;
 
 /// Interval at which a waiting migration checks its source: no event reports the end of a connection with unread bytes.
@@ -215,8 +215,8 @@ impl Sessions {
             } else if all.is_ending {
                 Some(Err(CarryError::Ending))
             } else if all.places.take(id, most()) {
-                // Also if the source has closed its connections: without a return path QEMU closes once the kernel has its last
-                // byte, and a small VM fits into the socket.
+                // Checked before `is_deserted`: without a return path, QEMU closes its connections once the kernel has its last
+                // byte, and a small VM fits into the buffers of a socket.
                 Some(Ok(SlotGuard(self)))
             } else if session.is_deserted() {
                 Some(Err(CarryError::Deserted))
@@ -345,7 +345,7 @@ mod tests {
                             waits.pop_front();
                         }
                     }
-                    // One is cancelled while it waits.
+                    // A waiting migration is cancelled.
                     6 if !waits.is_empty() => {
                         let left = waits.remove(rng.usize(0..waits.len())).unwrap();
                         places.leave(left);

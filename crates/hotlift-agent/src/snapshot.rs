@@ -112,7 +112,7 @@ impl Snapshot {
         is_new
     }
 
-    /// Takes the state of its relay at `now`; returns true if the session's state changed.
+    /// Records the state of its relay at `now`; returns true if the session's state changed.
     pub fn follow(&mut self, status: Status, now: Instant) -> bool {
         match status {
             Status::PreSwitchover | Status::Device => {
@@ -157,7 +157,7 @@ impl Snapshot {
         } else {
             self.limit
         };
-        // All sessions together keep to the whole. A session that waited for it must be able to catch up.
+        // The rate limiter of all sessions enforces the whole. A session that waited for it must be able to catch up.
         let room = if whole == 0 { 0 } else { share.bandwidth / 4 };
         Some(match share.bandwidth {
             0 => 0,

@@ -26,8 +26,8 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Returns true if a relay of this age must be cancelled: it has not begun within `timeout`, or it `follows` the other
-    /// agent, which has disconnected, and the guest cannot run at the destination.
+    /// Returns true if a relay of this age must be cancelled: if it has not begun within `timeout`; or, for a relay that
+    /// `follows` the other agent, if that agent has disconnected and the guest cannot run at the destination.
     fn must_end(
         &self,
         age: Duration,
@@ -57,8 +57,9 @@ impl Drop for RelayEndGuard<'_> {
     }
 }
 
-/// Runs `relay`, receives the other agent's messages until it ends, and reports its result. Cancels a relay that does not begin
-/// within the first of `limits`. With the second, also cancels an uncommitted one when the other agent disconnects.
+/// Runs `relay`, receives the other agent's messages until the relay ends, and sends that agent the result. Cancels a relay
+/// that does not begin within the time in `limits`. If the flag in `limits` is true, also cancels an uncommitted relay when the
+/// other agent disconnects.
 ///
 /// # Errors
 /// The errors of the relay and of the other agent's relay.

@@ -1,7 +1,7 @@
 //! The installed nftables table: created, watched, restored, removed.
 //!
-//! Programs that load a host's complete ruleset begin with `flush ruleset`, which removes the table. Only a listener of the
-//! kernel's netlink group is informed of changes. Between two changes there is nothing to do.
+//! Programs that load a host's complete ruleset begin with `flush ruleset`, which removes the table. The kernel reports such
+//! changes to a netlink group, so the table is not polled.
 
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
@@ -86,7 +86,7 @@ impl Table {
         Ok(())
     }
 
-    /// Restores the table if it differs from its creation; returns true if it did.
+    /// Restores the table if it differs from the created one; returns true if it was restored.
     pub(crate) fn restore(&mut self) -> Result<bool, RulesError> {
         let made = &mut self.made;
         if made.listed.is_some() && list()? == made.listed {

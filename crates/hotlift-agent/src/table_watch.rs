@@ -32,7 +32,8 @@ impl Schedule {
         first.map_or(Duration::MAX, |at| at.saturating_duration_since(now))
     }
 
-    /// Returns whether the log and the restore are due. With `has_packets` the log is due; a `changed` table schedules a restore.
+    /// Returns true if the log is due, and true if the restore is. `has_packets` makes the log due; a `changed` table schedules
+    /// a restore.
     fn due(&mut self, now: Instant, has_packets: bool, changed: bool) -> (bool, bool) {
         let is_due = |at: &mut Option<Instant>| at.take_if(|at| now >= *at).is_some();
         if changed {
@@ -41,7 +42,7 @@ impl Schedule {
         (has_packets | is_due(&mut self.log), is_due(&mut self.retry))
     }
 
-    /// Records a restore at `now`, or a failed one.
+    /// Records an attempt to restore the table at `now`; `is_back` is true if it succeeded.
     fn restored(&mut self, now: Instant, is_back: bool) {
         self.pause = Some(now + PAUSE);
         self.retry = (!is_back).then(|| now + RETRY);
@@ -61,7 +62,7 @@ pub fn keep(agent: &Agent, changes: &Changes) {
     let later = |waits: bool, now: Instant| waits.then(|| now + REPEAT_INTERVAL);
     let now = Instant::now();
     let mut schedule = Schedule {
-        // Logs the counts from the time without an agent.
+        // The counts may be from a time without a running agent.
         log: later(log_past(agent, &mut logged, now), now),
         ..Schedule::default()
     };

@@ -162,7 +162,7 @@ impl Default for Traffic {
 }
 
 impl Traffic {
-    /// Adds a session, which may be running. Its part never shrinks: later reports have larger counts.
+    /// Adds a session, which may be running. Its counts never decrease: later reports have larger ones.
     pub fn add(&mut self, session: &Session, snapshot: &Snapshot) {
         let direction = session.subject.direction.name();
         let (progress, report) = (&snapshot.progress, snapshot.report.as_ref());

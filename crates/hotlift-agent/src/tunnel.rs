@@ -61,7 +61,7 @@ impl<'a> Limits<'a> {
     }
 }
 
-/// Carries each connection of `listener`, in order of arrival, to a remote end from `open`, until none is left. Keeps to
+/// Carries each connection of `listener`, in order of arrival, to a remote end from `open`, until all have ended. Respects
 /// `limits` and the share of `session`.
 ///
 /// # Errors
