@@ -190,7 +190,7 @@ impl GuestArgs {
         }
     }
 
-    /// Returns the share of pages that stay zero beside the fill's own; `None` for a file, which has its own zero pages.
+    /// Returns the share of pages that stay zero, in addition to zero pages of the fill; `None` for a file, which has its own.
     pub fn zero_share(&self) -> Option<f64> {
         self.zero_share
             .or((!self.fill.is_file()).then_some(ZERO_SHARE))

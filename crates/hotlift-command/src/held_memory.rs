@@ -1,8 +1,8 @@
 //! Memory reserved on this machine, for the destination of a migration within one host.
 //!
-//! A virtual machine returns memory that was free for two seconds to its host (Linux' free page reporting), and its next first
-//! touch costs an exit. In such a machine the destination of method none took 0.5 to 1.8 CPU s/GiB, depending on memory that
-//! other processes had just freed. So memory is touched while a run is prepared, and freed when it begins.
+//! A virtual machine returns memory that was free for two seconds to its host (Linux' free page reporting), and the next touch
+//! of that memory costs a VM exit. In such a machine the destination of method none took 0.5 to 1.8 CPU s/GiB, depending on
+//! memory that other processes had just freed. So a run's preparation touches memory, and its start frees it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,9 +13,9 @@ use hotlift_mem::{Backing, RamBlock};
 /// Exists where the kernel reports free pages to its host.
 const REPORTING: &str = "/sys/module/page_reporting";
 
-/// A pass over free pages follows two seconds after a free, and takes all pages that are free by then (mm/page_reporting.c:
-/// `PAGE_REPORTING_DELAY`). The processes of the previous run have just ended, so their pass is awaited. Without this wait the
-/// destination of none took 0.30 or 0.65 core-s/GiB at random.
+/// Time until the kernel has reported the pages that the processes of the previous run freed at their end: it reports all free
+/// pages two seconds after a free (mm/page_reporting.c: `PAGE_REPORTING_DELAY`). Without this wait the destination of method
+/// none took 0.30 or 0.65 core-s/GiB at random.
 const PASS: Duration = Duration::from_millis(2200);
 
 /// Touched memory that is freed on drop.

@@ -97,10 +97,10 @@ impl<R: HasRole> RoleArgs<R> {
         Ok(all)
     }
 
-    /// Returns the settings of a relay: zero pages as both ends support them, unless given.
+    /// Returns the settings of a relay, which handles zero pages by itself unless `zero-page-detection` was given.
     pub fn relay_settings(&self) -> Result<RelaySettings, OptionError> {
         let mut all = self.complete()?;
-        // A user who asks for auto next to a QEMU has a QEMU that reads it.
+        // A given method may be auto, whose packets to a QEMU then use zstd.
         if self.has("multifd-compression") && !self.has("qemu-reads") {
             all = all.with("qemu-reads", "zstd")?;
         }
@@ -158,12 +158,12 @@ impl MigrationArgs {
         Ok(rest)
     }
 
-    /// Returns the options, each in its range; they may not go together yet.
+    /// Returns the options. Each is in its range, but they may be incompatible with each other.
     pub fn values(&self) -> &Options {
         &self.options
     }
 
-    /// Checks that the options go together, and returns them.
+    /// Checks that the options are compatible with each other, and returns them.
     pub fn options(&self) -> Result<Options, OptionError> {
         self.options.check()?;
         Ok(self.options.clone())
@@ -381,7 +381,7 @@ impl<R: HasRole> FromArgMatches for RoleArgs<R> {
             set.map_err(|error| refused(&error, Some(LEVEL)))?;
         }
         let checked = match R::ROLE {
-            // At a monitor, the option that this one needs may follow.
+            // An option without effect is no error: a monitor can set the option that it needs later.
             Role::Guest => args.options().map(|_| ()),
             _ => args.refuse_idle(),
         };

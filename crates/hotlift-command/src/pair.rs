@@ -68,13 +68,13 @@ impl ProcessPlace {
             return match given.values().tls.creds.is_empty() {
                 // The migration has its own certificates.
                 false => Vec::new(),
-                // TLS is off for this migration, whatever the others use; addresses may belong to namespaces.
+                // TLS is off for this migration. Addresses in network namespaces need --insecure.
                 true => vec!["--insecure=on".to_owned()],
             };
         }
         let flag = |(name, value): &(String, String)| format!("--{name}={value}");
         let flags: Vec<_> = self.security.iter().map(flag).collect();
-        // Addresses that exist only in namespaces of this host.
+        // Without TLS, an address in a network namespace of this host needs --insecure.
         match self.address.is_some() && flags.is_empty() {
             true => vec!["--insecure=on".to_owned()],
             false => flags,
@@ -130,7 +130,7 @@ impl PairResult {
     }
 }
 
-/// Returns the destination's cost over the total time at its source, in milliseconds.
+/// Returns the destination's figures, relative to the source's total time `total_ms` in milliseconds.
 pub fn destination_side(report: DestinationReport, total_ms: f64) -> SideFigures {
     SideFigures::new(
         report.side.threads,
@@ -184,7 +184,7 @@ impl Pair<'_> {
         if source.is_err()
             && let Some(process) = &mut process
         {
-            // It would wait for its source, and its owner for it.
+            // Otherwise it waits for its source, and its drop waits for it.
             process.end();
         }
         let (mut source, source_events) = source?;
@@ -356,9 +356,9 @@ impl Process {
         let _ = self.child.wait();
     }
 
-    /// Returns the cause of its end from its standard error, if kept: the line with the error, or the last one.
+    /// Returns the cause of its end from its standard error, if kept: the line with the error, or the last line.
     fn last_error_line(&mut self) -> Option<String> {
-        /// Far more than one line of Hotlift.
+        /// Bytes that are read: far more than an error of Hotlift has.
         const MAX_KEPT_STDERR: u64 = 64 << 10;
         let stderr = self.stderr.as_mut()?;
         let mut text = String::new();

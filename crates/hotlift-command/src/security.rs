@@ -126,7 +126,7 @@ pub struct SecurityArgs {
     insecure: Option<String>,
 }
 
-/// Returns the help text from the table of options.
+/// Returns the help text of an option from the table.
 fn help(name: &str) -> &'static str {
     option(name).map_or("", |option| option.help)
 }
@@ -145,7 +145,7 @@ impl SecurityArgs {
         texts.into_iter().filter_map(given).collect()
     }
 
-    /// Returns the same for commands that this one starts.
+    /// Returns names and values as [`given`](Self::given), for commands that this one starts.
     #[must_use]
     pub fn given_to_others(&self) -> Vec<(String, String)> {
         let owned = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
