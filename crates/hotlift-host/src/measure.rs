@@ -1,8 +1,8 @@
 //! Measurement of the methods with a sample on this host: ratio, rate and CPU of each, in both directions.
 //!
-//! One thread per core works at once, as channels do: two cores may be hyperthreads of one, and other work takes its part. The
-//! methods alternate packet by packet, starting with another one each time, so that a drifting machine speed affects all
-//! equally.
+//! One thread per core works at once, as channels do: cores may share hardware as hyperthreads, and other processes use them,
+//! too. All methods process a packet before the next one, beginning with another method each time, so that changes of the
+//! machine's speed affect all equally.
 
 use std::sync::Barrier;
 use std::thread;
@@ -44,17 +44,17 @@ pub struct Measured {
     pub measured_bytes: usize,
     /// Bytes of the pages divided by bytes of the payload.
     pub ratio: f64,
-    /// Cost with the private copy of the pages.
+    /// Cost of compression, with the private copy of the pages.
     pub compress: Cost,
-    /// Cost into existing memory.
+    /// Cost of decompression into existing memory.
     pub decompress: Cost,
 }
 
 /// Cost of one direction of a method, by bytes of pages with content.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Cost {
-    /// MB (10^6 bytes) per second of one thread, while one thread per core does the same. Without a device, only a thread's own
-    /// work is counted as its delay.
+    /// MB (10^6 bytes) per second of one thread, while one thread per core does the same. With a device, per second of elapsed
+    /// time; otherwise per second of the thread's CPU time.
     pub mb_per_s: f64,
     /// Core seconds per GiB.
     pub core_s_per_gib: f64,
@@ -119,9 +119,9 @@ fn settings() -> Vec<(&'static MethodInfo, Option<u8>)> {
 /// Duration of work in seconds.
 #[derive(Debug, Clone, Copy, Default)]
 struct Work {
-    /// Time of a core.
+    /// CPU time of the thread.
     cpu: f64,
-    /// Time that the thread was delayed: `cpu`, the wait for a device, and the wait for a core that others use.
+    /// Elapsed time: `cpu`, the wait for a device, and the wait for a core that others use.
     thread: f64,
 }
 
@@ -207,7 +207,7 @@ fn one_thread<'a>(
         .map(|setting| Codec::new(setting, accelerator));
     let codecs = codecs.collect::<Result<Vec<_>, _>>();
     let target = RamBlock::new("target", PACKET, Backing::Private).map_err(HostError::Memory);
-    // A failing thread must not leave the others waiting.
+    // Before the errors are returned: a failed thread must not leave the others waiting.
     barrier.wait();
     let (mut codecs, mut buffers) = (codecs?, Buffers::new(target?));
     let begun = Instant::now();

@@ -187,7 +187,7 @@ fn mapping(line: &str) -> Option<Mapping> {
     })
 }
 
-/// File with raw memory: an image, a memfd, a core of pages.
+/// File with raw memory, such as an image.
 pub struct Image {
     path: PathBuf,
     name: String,

@@ -19,7 +19,7 @@ const ANSWER: Duration = Duration::from_secs(60);
 /// # Errors
 /// The socket belongs to another program, or the process's memory cannot be read.
 pub fn memory(address: &QmpAddress) -> Result<Process, HostError> {
-    // Check the owner of the socket first: another program must not receive commands.
+    // Checks the owner of the socket first: another program must not receive commands.
     let pid = process(address)?;
     let ram_bytes = ram_bytes(address).map_err(HostError::Qmp)?;
     Process::open(pid, ram_bytes)

@@ -10,7 +10,7 @@ use super::{AccelError, Accelerator, Gap};
 /// Pages of a packet: one batch per packet.
 const BATCH: u32 = 128;
 
-/// Size of a huge page, in one descriptor.
+/// Largest transfer of one descriptor, in bytes: a huge page.
 const TRANSFER: u64 = 2 << 20;
 
 pub fn detect(host: &Host) -> Result<Accelerator, AccelError> {

@@ -102,7 +102,7 @@ fn device_parts(
         let problem = format!("{} has no work queue", device.name);
         gaps.push(Gap::new(problem, new_queue(device, requirement)));
     }
-    // Only the queues of a device are used.
+    // Pages go to the queues of a device, never to the device itself. A queue lacks what its device lacks.
     let missing = gaps.clone();
     let mut part = Part::new(&device.name, about_device(device), gaps);
     part.usable = false;
