@@ -25,10 +25,10 @@ const WAITING_PROGRESS: usize = 16 << 10;
 /// Limit of queued messages in bytes: a command prints a few kilobytes, a guest's serial port any number.
 const WAITING_MESSAGES: usize = 1 << 20;
 
-/// Bytes of one write, so that a slow reader differs from a stopped one (`PIPE_BUF`).
+/// Bytes of one write (`PIPE_BUF`): small, so that a slow reader is not taken for one that reads nothing.
 const CHUNK: usize = 4096;
 
-/// Timeout of the result of a command when the reader takes nothing.
+/// Longest time without a byte taken by the reader, for the result of a command.
 const RESULT: Duration = Duration::from_secs(10);
 
 /// Timeout of the output at the end of the process.
@@ -37,7 +37,7 @@ const FINAL_WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Timeout of the output of a panic: a guest may wait for the thread that panics.
 const PANIC: Duration = Duration::from_millis(500);
 
-/// Interval of the check that the reader takes anything.
+/// Interval of checks that the reader takes bytes.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 static STDOUT: LazyLock<Stream> =

@@ -21,7 +21,7 @@ use crate::error::TerminalError;
 use crate::output::{self, warn};
 use hotlift_mem::{lock, wait_readable};
 
-/// Folders of this process; all other exit paths remove them by themselves.
+/// Folders that [`end`] removes. On other exit paths, the drop of [`OwnFolder`] removes them.
 static FOLDERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 /// Folder that is removed when dropped, and by a signal that ends the process at once.
@@ -50,7 +50,7 @@ impl OwnFolder {
 
 impl Drop for OwnFolder {
     fn drop(&mut self) {
-        // After the removal, any user can create this name.
+        // Removed from the list before the folder is: after that, any user can create this name.
         let mut folders = lock(&FOLDERS);
         folders.retain(|folder| folder != self.0.path());
     }
@@ -64,7 +64,7 @@ pub fn no_folder(source: io::Error) -> TerminalError {
     }
 }
 
-/// Exit code and message of the process when it ends at once.
+/// Exit code and message with which a second signal ends the process; `None` for the default.
 static SECOND_SIGNAL: Mutex<Option<(u8, String)>> = Mutex::new(None);
 
 /// Ends the process at once.
@@ -98,7 +98,7 @@ pub fn survive_file_size_limit() -> Result<(), TerminalError> {
 }
 
 /// Flag that the first signal sets. A second SIGINT or SIGTERM ends the process at once: the operator insists. A SIGHUP never
-/// does and does not count as the first: a closing terminal sends it more than once, and no operator is there.
+/// ends it at once, and a SIGINT after a SIGHUP is not the second: a closing terminal sends SIGHUP more than once.
 #[derive(Clone)]
 pub struct Interrupt(Arc<Flags>);
 
@@ -239,7 +239,7 @@ impl Interrupt {
                     act(cause);
                 }
             });
-            // Also after a panic in `work`: else the watch waits for a signal.
+            // Ends the watch after a panic in `work`, too; otherwise it waits for a signal.
             let _ends = Ends(&done, &self.0);
             work()
         })
@@ -281,7 +281,7 @@ pub fn run_alongside<R: Send, T>(
     }))
 }
 
-/// Creates a descriptor for poll that is readable once the other is dropped. A thread that owns the other one thus signals its
+/// Creates a pipe whose reader is readable for poll once the writer is dropped. A thread that owns the writer thus signals its
 /// end.
 ///
 /// # Errors
