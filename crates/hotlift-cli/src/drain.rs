@@ -157,7 +157,7 @@ struct Drain<'a> {
     /// Reason to start no further moves.
     stop: Option<String>,
     events: Receiver<DrainEvent>,
-    /// Keeps the channel open, so that only news and time end a wait.
+    /// Keeps the channel open, so that only an event or a timeout ends a wait.
     sender: Sender<DrainEvent>,
     display: Display,
 }
@@ -192,7 +192,7 @@ impl<'a> Drain<'a> {
     fn run(mut self, interrupt: &Interrupt) -> Vec<Outcome> {
         let sender = self.sender.clone();
         let signal = move |_| _ = sender.send(DrainEvent::Interrupted);
-        // The message of an earlier signal may not have arrived yet.
+        // After an earlier signal, no move may start: its event arrives only later.
         if interrupt.is_raised() {
             self.interrupted();
         }
@@ -268,7 +268,7 @@ impl<'a> Drain<'a> {
         }
     }
 
-    /// Starts the moves that may start now, in order: one that waits for the link is not overtaken.
+    /// Starts the moves that may start now, in order: no move overtakes one that waits for the link.
     fn begin(&mut self) {
         while self.stop.is_none()
             && let Some(index) = self.next()

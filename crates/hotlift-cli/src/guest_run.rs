@@ -95,7 +95,7 @@ pub struct GuestRunArgs {
 /// `--incoming`.
 #[derive(Debug, Clone)]
 enum Incoming {
-    /// When and where a monitor commands it.
+    /// At the address of a monitor's `migrate-incoming`, when it arrives.
     Defer,
     At(Address),
 }
@@ -216,7 +216,7 @@ impl Session<'_> {
                     error: error_line(&error),
                 });
                 match error {
-                    // The parent process cannot settle it, and waits for this process to end.
+                    // The parent process cannot settle the guest, and waits for this process to end.
                     MigrationError::InDoubt if !self.args.tell_events => self.keep(error),
                     MigrationError::InDoubt | MigrationError::PagesMissing { .. } => {
                         Err(error.into())

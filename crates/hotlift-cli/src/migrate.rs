@@ -471,7 +471,7 @@ impl Move<'_> {
                 })
             }
             Err(error) => {
-                // Before the check of the guest, which may wait for the destination's final message.
+                // Sent before `stayed`, which may wait for the destination's final message.
                 match (&error, self.source.guest_end()) {
                     _ if self.interrupt.is_raised() => {
                         send_failure(destination, error_line(&TerminalError::Interrupted));
@@ -510,7 +510,7 @@ impl Move<'_> {
                 *final_message = Some(FinalMessage::Failed { reason, guest });
             }
             Ok(_) => {}
-            // The relays settle the ownership of the guest; without this connection, less is known.
+            // No reason to cancel: the relays settle the ownership of the guest without this connection.
             Err(error) => {
                 let reason = error_line(&error);
                 *final_message = Some(FinalMessage::Lost {
@@ -543,8 +543,8 @@ impl Move<'_> {
     }
 
     /// Evaluates a migration that the relay reports as successful: by the final message of 'hotlift serve', or else by the
-    /// report of the destination's relay. A QEMU that others started may have the guest without running it, so that no other
-    /// evidence is a success.
+    /// report of the destination's relay (`activity`). Nothing else proves success: a QEMU that 'hotlift serve' did not start
+    /// may have the guest without running it.
     fn moved(
         &self,
         final_message: Option<FinalMessage>,
@@ -557,7 +557,7 @@ impl Move<'_> {
             let qmp = qmp.clone();
             Err(QemuError::InDoubt { reasons, qmp }.into())
         };
-        // A source that has ended, or does not answer, runs no second copy.
+        // False for a source that has ended or does not answer: it runs no second copy.
         let runs_here = || {
             let here = self.source.run_state();
             here.is_ok_and(|here| here == RunState::Running)
@@ -579,7 +579,7 @@ impl Move<'_> {
                     .settle(&error, true, || DestinationKnowledge::NotHere);
                 return Err(settled.into_error(None, self.interrupt.is_raised()).into());
             }
-            // It has run there; a later failure there does not bring it back.
+            // The guest has run there; a later failure there does not bring it back.
             Some(FinalMessage::Failed {
                 reason: reasons,
                 guest: DestinationKnowledge::Here,
@@ -617,7 +617,7 @@ impl Move<'_> {
             return Err(QemuError::RunsTwice { qmp }.into());
         }
         Ok(Migration {
-            // A source that has ended had released its guest.
+            // No figures from a source that has ended, as it may after it has released its guest.
             qemu: self.source.poll().unwrap_or_default(),
             downtime_limit: None,
             source_qemu: self.source.qemu().version(),

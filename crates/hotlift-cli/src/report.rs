@@ -80,7 +80,7 @@ fn others(options: &Options) -> BTreeMap<&'static str, String> {
         .collect()
 }
 
-/// Serializes a report without its side, which is `source` of a run.
+/// Serializes a report without its side, which a [`Run`] has in its field `source`.
 fn without_side<S: Serializer>(report: &SourceReport, to: S) -> Result<S::Ok, S::Error> {
     let mut figures = serde_json::to_value(report).map_err(S::Error::custom)?;
     if let Some(figures) = figures.as_object_mut() {
@@ -352,7 +352,7 @@ fn threads_of(runs: &[Run]) -> Table {
     table
 }
 
-/// Returns what did the work of methods with an accelerator; `None` if none was used.
+/// Returns the table of jobs that accelerators did, or the CPU in their place; `None` if there were none.
 pub fn jobs(runs: &[Run]) -> Option<String> {
     let sides = runs.iter().flat_map(|run| {
         let sides = [("source", &run.source), ("destination", &run.destination)];
@@ -412,7 +412,7 @@ pub fn jobs(runs: &[Run]) -> Option<String> {
     Some(lines.join("\n"))
 }
 
-/// Returns the devices, and the CPU.
+/// Returns the names of the devices that did the jobs; also the CPU, if it did some.
 fn devices_text(jobs: &JobFigures) -> String {
     let devices = jobs.devices.join(", ");
     match &jobs.fallback {
@@ -428,7 +428,7 @@ pub fn done_by(jobs: &JobFigures) -> String {
     match &jobs.fallback {
         None => devices,
         Some(why) => {
-            // The reason begins with its device.
+            // Removes the device from the start of the reason if the text already names it.
             let of_the_one = match jobs.hardware {
                 0 => None,
                 _ => why.strip_prefix(&format!("{}: ", jobs.devices.join(", "))),

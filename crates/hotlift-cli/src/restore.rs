@@ -143,7 +143,7 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     }
 }
 
-/// Turns the error of a failed `--resume`: the guest still waits, unless QEMU reports otherwise.
+/// Adds to the error of a failed `--resume` that the guest still waits, unless the error reports otherwise.
 fn as_still_waiting(error: CommandError) -> CommandError {
     match error {
         CommandError::Qemu(QemuError::NotPaused { .. })
@@ -245,7 +245,7 @@ fn compare_saved(
         ..saved.and_then(Result::ok).unwrap_or_default()
     };
     let there = match args.resume {
-        // It has the guest, and devices may have been plugged since.
+        // This QEMU has the guest, and devices may have been plugged since its start.
         true => Vm::identity(&mut destination.qemu()).map_err(at_destination)?,
         false => destination.vm(Some(&saved))?,
     };

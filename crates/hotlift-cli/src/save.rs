@@ -86,7 +86,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     };
     let limit = LimitArgs {
         own: args.migration.downtime_limit(),
-        // Nothing waits for a guest that is saved.
+        // The downtime of a guest that is saved needs no low limit.
         ramps: false,
     };
     let wait = &mut |wakes: &[BorrowedFd<'_>], until, _: &_| {

@@ -91,11 +91,11 @@ pub struct ServeArgs {
     command: Vec<OsString>,
 }
 
-/// Result of the visit of one source.
+/// Result of the connection of one source.
 enum SourceResult {
-    /// It was refused; nothing was consumed.
+    /// It was refused; another source may follow.
     SentAway(CommandError),
-    /// It compared its VM with the destination's; nothing was consumed.
+    /// It compared its VM with the destination's; another source may follow.
     Compared,
     /// Its migration ended.
     Over(Result<(), CommandError>),
@@ -148,7 +148,7 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     }
 }
 
-/// Settings for receiving a source.
+/// Settings for receiving a guest.
 struct Host<'a> {
     args: &'a ServeArgs,
     interrupt: &'a Interrupt,
@@ -425,7 +425,7 @@ impl Host<'_> {
             }
             if from_source.is_err() || failure.is_some() {
                 source_is_there = from_source.is_ok();
-                // After the commit its other connections may also be lost, and it queries the outcome.
+                // Not after the commit: the source's other connections may also be lost, and it then queries the outcome.
                 if !custody.is_released() {
                     control.cancel();
                 }
@@ -458,7 +458,7 @@ impl Host<'_> {
             Statement::Stopped { reason, can_run } => {
                 Err(not_running(source, destination, reason, can_run))
             }
-            // The stream does not show this to the relay, and the source saw it end without an error.
+            // The relay does not see this in the stream, whose end was no error for the source.
             Statement::Ended { reason } => {
                 let _ = source.send(&failed(reason.clone(), DestinationKnowledge::NotHere));
                 Err(QemuError::Failed { reasons: reason }.into())
@@ -594,8 +594,8 @@ fn not_running(
     }
 }
 
-/// Reports that the guest was here, and ended: the source must not run it again. An end of QEMU other than the guest's own is a
-/// failure.
+/// Reports that the guest was here, and that its QEMU has ended: the source must not run the guest again. It is a failure if
+/// the guest did not end by itself.
 fn report_ended(
     source: &mut Conversation,
     how: String,
@@ -625,7 +625,7 @@ fn refuse(source: &mut Conversation, error: &dyn std::error::Error) {
     let _ = source.send(&Answer::Refused { reason });
 }
 
-/// Returns the address to which a client connects by default.
+/// Returns the address of a listener, with the port that the system chose.
 fn address_of(listener: &Listener) -> Result<Address, TerminalError> {
     listener
         .address()

@@ -12,10 +12,10 @@ use hotlift_terminal::output::warn;
 
 use crate::error::CommandError;
 
-/// Time for the QMP socket before the operator is informed of the wait.
+/// Longest time for connecting to the QMP socket before the operator is informed of the wait.
 const SILENCE: Duration = Duration::from_secs(2);
 
-/// Time for further attempts to connect to the QMP socket.
+/// Longest time for the second attempt to connect to the QMP socket.
 const CONNECT: Duration = Duration::from_secs(10);
 
 /// Warning to an operator who lets a guest run here although its migration may have completed.
@@ -68,7 +68,7 @@ pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
         warn!("ended the paused copy here; the guest stays at the destination");
         return Ok(());
     }
-    // QEMU also reports this in doubt: it had transferred the whole guest.
+    // In doubt, QEMU also reports 'completed': it has sent the whole guest.
     if migration.is_completed() {
         warn!("{COMPLETED}");
     }

@@ -43,7 +43,7 @@ pub fn run(args: &ShowArgs) -> Result<(), CommandError> {
     let described = interrupt.cancelling(&control, || describe(&file, args.verify, &control));
     let described = described.map_err(|error| match error {
         MigrationError::Cancelled => TerminalError::Interrupted.into(),
-        // Its prefix is that of this command's own error.
+        // Without the prefix of `MigrationError::File`: `CommandError::Show` has its own.
         MigrationError::File(error) => CommandError::Show {
             reason: error_line(&error),
         },

@@ -70,7 +70,7 @@ impl Domains {
         }
     }
 
-    /// Measures their sizes and write rates. A domain that has ended in the meantime is left out.
+    /// Measures the sizes and write rates of the domains. A domain that has ended in the meantime is left out.
     pub fn measured(&self, here: &Libvirt) -> Vec<Candidate> {
         let deadline = Instant::now() + SAMPLES;
         let memory = self.memory(here, deadline);
@@ -84,11 +84,11 @@ impl Domains {
         running.chain(paused).filter_map(candidate).collect()
     }
 
-    /// Returns libvirt's figures of all domains, with write samples of running ones. If one does not answer, all missing here
-    /// are queried separately.
+    /// Returns libvirt's figures of all domains, with write samples of running ones. Returns none after an error: the caller
+    /// queries each missing domain separately.
     fn memory(&self, here: &Libvirt, deadline: Instant) -> BTreeMap<String, Memory> {
         let running: Vec<_> = self.running.iter().collect();
-        // The plan does without missing samples.
+        // The plan does not require samples.
         let _ = here.sample_writes(&running);
         sampled(here, None, deadline).unwrap_or_default()
     }
@@ -168,7 +168,7 @@ pub fn destinations(uris: &[String]) -> Result<Vec<DestinationHost>, VirshError>
             Err(error) => failed.push((uri, error)),
         }
     }
-    // The error that ends the command names this one.
+    // This error ends the command, so it is not printed as a warning.
     let last = match places.is_empty() {
         true => failed.pop(),
         false => None,

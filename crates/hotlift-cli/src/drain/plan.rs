@@ -1,8 +1,8 @@
 //! The plan of a drain: the destination and the order of its domains.
 //!
 //! Short moves come first: they take load from the host, and the memory with the highest write rate then has the link to
-//! itself. Several moves run at once only while their writes fit in half of the link. Beyond that, each would extend the
-//! others' rounds longer than running in sequence.
+//! itself. Several moves run at once only while their writes fit in half of the link. With more writes, concurrent moves extend
+//! each other's rounds so much that moves in sequence are faster.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -20,9 +20,9 @@ pub const LINK: u64 = 125_000_000;
 /// Default number of concurrent moves: while one guest is paused for its last pages, another uses the link.
 const AT_ONCE: usize = 2;
 
-/// Seconds in which the link must carry the memory of all, uncompressed, so that more than `AT_ONCE` domains move at once.
-/// libvirt needs a second for each before its first page and after its last one, in which the link would be idle. Eight domains
-/// of 256 MiB at 1 Gbit/s took 10.1 s all at once, 11.6 s four at once, and 13 s two at once.
+/// Limit for more than `AT_ONCE` concurrent moves, in seconds: the time that the link needs for the memory of these domains,
+/// uncompressed. libvirt needs a second for each domain before its first page and after its last one, in which the link would
+/// be idle. Eight domains of 256 MiB at 1 Gbit/s took 10.1 s all at once, 11.6 s four at once, and 13 s two at once.
 const SMALL_SECONDS: u64 = 20;
 
 /// Default limit of small domains that move at once.
@@ -43,8 +43,8 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Creates the budget from the given values. Defaults do not exceed this host's agent's limits for all its migrations:
-    /// further ones would wait in it, with their QEMUs already migrating. Compression of each takes a core or more.
+    /// Creates the budget from the given values. The defaults do not exceed the limits of this host's agent: further migrations
+    /// would wait in the agent, with their QEMUs already migrating, and the compression of each takes a core or more.
     pub fn new(bandwidth: Option<u64>, at_once: Option<u8>, agent: Option<&AgentInfo>) -> Self {
         let limit = |limit: fn(&AgentInfo) -> u64| agent.map(limit).filter(|limit| *limit > 0);
         let places = limit(|agent| agent.migrations.into()).unwrap_or(u64::MAX);
@@ -243,7 +243,7 @@ fn seconds(one: &Candidate, bandwidth: u64) -> Option<u64> {
     (left > 0).then(|| one.memory.div_ceil(left))
 }
 
-/// Compares two steps. One without an end comes last, before those that stay. The name makes the order deterministic.
+/// Compares two steps: short moves first, then moves that would not end, then domains that stay. The domain breaks ties.
 fn earlier(one: &Step, other: &Step) -> Ordering {
     let key = |step: &Step| {
         let seconds = step.seconds.unwrap_or(u64::MAX);

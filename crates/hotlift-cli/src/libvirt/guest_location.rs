@@ -41,9 +41,9 @@ pub fn guest_location(
     )
 }
 
-/// Returns true if `reason` proves that the destination's libvirt got no order to run the guest. If that connection breaks at
-/// the end, libvirt continues the guest here, while the order may still be in transit or queued in a stopped process. Seen with
-/// a libvirtd that was stopped for a minute, and then also ran the guest.
+/// Returns true if `reason` proves that the destination's libvirt got no order to run the guest. A broken connection to it at
+/// the end of a migration proves nothing: this host's libvirt continues the guest, while the order may still be in transit or
+/// queued in a stopped process. Seen with a libvirtd that was stopped for a minute, and then also ran the guest.
 fn is_ended_here(reason: &str) -> bool {
     let mut words = ENDED_HERE.iter().chain([&NOT_BEGUN]);
     words.any(|words| reason.contains(words))
@@ -59,7 +59,7 @@ fn location_from(
         (Ok(State::Gone), Ok(State::Gone)) => GuestLocation::Ended,
         (Ok(State::Gone), Ok(there)) if *there == was => GuestLocation::There,
         (Ok(here), Ok(State::Gone)) if *here == was => GuestLocation::Here,
-        // The prepared domain there is not removed yet, or the destination does not answer.
+        // The destination has not removed the prepared domain yet, or does not answer.
         (Ok(State::Running), Ok(State::Paused | State::Ending) | Err(_))
             if was == State::Running && is_ended_here =>
         {

@@ -93,7 +93,7 @@ impl Drop for Run {
 }
 
 fn end_of(child: &mut Child) {
-    // Both fail only if it has ended.
+    // Both calls fail only if the child has ended.
     let _ = child.kill();
     let _ = child.wait();
 }

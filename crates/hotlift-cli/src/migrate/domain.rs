@@ -41,7 +41,7 @@ const ANSWER: Duration = Duration::from_secs(30);
 /// Maximum number of ports tried when the destination already uses one.
 const PORTS: usize = 4;
 
-/// QEMU's error for such a port.
+/// QEMU's error for a port in use.
 const IN_USE: &str = "Address already in use";
 
 /// Flags of `migrate` that go with `--domain`.
@@ -361,7 +361,7 @@ type Wait<'a> = &'a mut dyn FnMut(
     Instant,
 ) -> Result<Option<Result<(), String>>, VirshError>;
 
-/// Time for libvirt to end after the relay: its QEMUs notice at once.
+/// Time for libvirt to end the migration after the relay has ended: its QEMUs detect that end at once.
 const ALONE: Duration = Duration::from_secs(30);
 
 /// Announces a migration to a port of the agent's host; returns the token at the start of its connections.

@@ -1,4 +1,4 @@
-//! A command with file capabilities, run by a user without any: no code of that user runs with them.
+//! A command with file capabilities, run by an unprivileged user: no code of that user gets these capabilities.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

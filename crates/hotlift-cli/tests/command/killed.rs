@@ -9,7 +9,7 @@ use rustix::process::Signal;
 
 use crate::hotlift::{Hotlift, Running, errors};
 
-/// Far above its duration on a busy machine.
+/// Far above the duration of any step here on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Polls until `done`.

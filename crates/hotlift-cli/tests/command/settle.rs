@@ -13,7 +13,7 @@ use crate::lost_message::loses_final_message;
 
 /// Returns a source in doubt, its destination, and the QMP address that the source prints.
 fn in_doubt() -> (Running, Running, String) {
-    // The source's query gets no answer, and the destination waits for it.
+    // Short timeouts: the source's query gets no answer, and the destination waits for this query in vain.
     let flags = [
         "guest",
         "run",

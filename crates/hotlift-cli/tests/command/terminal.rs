@@ -15,7 +15,7 @@ const COLUMNS: u16 = 60;
 /// Moves the cursor to the start of the line and clears it.
 const CLEAR: &str = "\r\x1b[K";
 
-/// Number of lines of a terminal that does not know them.
+/// Number of lines that a terminal reports if it does not know them.
 const NO_LINES: u16 = 0;
 
 /// Command with a terminal; killed on drop.

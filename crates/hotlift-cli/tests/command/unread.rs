@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use crate::hotlift::Hotlift;
 
-/// Far above the duration on a busy machine.
+/// Far above the duration of a command here on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(90);
 
 /// State of the reader of a command's output.

@@ -16,12 +16,12 @@ fn a_guest_in_doubt_is_not_continued_without_confirmation() {
     let mut source = Machine::start(Program::Hotlift, &[]);
     let mut destination = Machine::waiting(Program::Hotlift);
     let uri = loses_final_message(&destination.listen());
-    // Its query gets no answer.
+    // Short, since the source's query gets no answer.
     let ten_minutes = json!({ "x-hotlift-settle-timeout": 1 });
     source.execute("migrate-set-parameters", &ten_minutes);
     source.execute("migrate", &json!({ "uri": uri }));
     source.reaches("failed");
-    // Its migration is active as long as the source may query it.
+    // The destination's migration stays active as long as the source may query it, so this polls the run state.
     let deadline = Instant::now() + Duration::from_secs(60);
     while running(&mut destination) != true {
         assert!(Instant::now() < deadline, "the guest has not arrived");

@@ -18,7 +18,7 @@ use crate::need;
 use crate::route::{Multifd, RelayOptions, Side, failed, relay};
 use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm, folder, threads_of, until};
 
-/// Phase of the migration at the time of the fault. Each lasts until then.
+/// Phase of the migration at the time of the fault. Each phase lasts until the fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     /// The destination's relay is stopped: connections are accepted and not answered.

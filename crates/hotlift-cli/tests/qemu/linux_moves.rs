@@ -5,7 +5,7 @@ use crate::need;
 use crate::route::{Multifd, RelayOptions, Route, Side};
 use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm};
 
-/// Release where it boots.
+/// Release in which the Linux boots.
 pub const STARTS_IN: Release = Release::V10;
 const BETWEEN: Multifd = Multifd::Channels(2);
 

@@ -17,8 +17,8 @@ use crate::route::{Multifd, RelayOptions, Relays, Side};
 use crate::tls::{Certificates, flag};
 use crate::vm::{Accelerator, DEADLINE, Machine, Memory, Release, Vm, until};
 
-/// Rate at which precopy is far from its end at the switchover, and postcopy until it is released: of 64 MiB each sends 1 per
-/// second. Requested pages come at once, but the guest never touches half of its RAM.
+/// Bytes a second at which precopy is far from its end at the switchover, and postcopy until the test raises the limit: each
+/// sends 1 of 64 MiB a second. Requested pages come at once, but the guest never touches half of its RAM.
 const SLOW: u64 = 1 << 20;
 const FAST: u64 = 1 << 40;
 

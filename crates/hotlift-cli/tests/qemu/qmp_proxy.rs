@@ -21,7 +21,8 @@ pub enum Trick {
     HoldDescription,
 }
 
-/// Script in place of QEMU: it moves QEMU's QMP socket, the last argument, and reports its original path.
+/// Script in place of QEMU. It starts QEMU with another QMP socket than that in the last argument, whose path it writes to
+/// `wanted`.
 const SCRIPT: &str = r#"
 folder=$1; shift
 for last; do :; done

@@ -20,7 +20,7 @@ struct Watched {
 }
 
 impl Watched {
-    /// Starts one that is almost stopped by its rate limit until changed. `None`: it cannot be tested here.
+    /// Starts one whose rate limit almost stops a migration, until [`Self::pace`] raises it. `None` if QEMU 10 cannot run.
     fn crawling() -> Option<Self> {
         let here = Vm::running(Release::V10, &machine(PC_10))?;
         let there = Vm::waiting(Release::V10, &machine(PC_10))?;
