@@ -259,7 +259,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("announce-rounds", number!(announce.rounds))
     },
     OptionInfo {
-        help: "Increase of the time between announcements after each",
+        help: "Increase of the time between announcements, after each of them",
         group: Group::Announce,
         values: number(1, 10000),
         unit: "ms",
@@ -302,7 +302,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("decompress-threads", number!(decompress_threads))
     },
     OptionInfo {
-        help: "Dirtied bytes over sent bytes of a round above which auto-converge slows the guest down",
+        help: "Ratio of dirtied to sent bytes in a round, above which auto-converge slows the guest down",
         group: Group::Throttle,
         values: number(1, 100),
         unit: "%",
@@ -457,7 +457,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("multifd-zlib-level", number!(stream.levels.zlib))
     },
     OptionInfo {
-        help: "Level of method zstd: 1 is fastest, 20 is smallest; 0 is 3",
+        help: "Level of method zstd: 1 is fastest, 20 is smallest; 0 means 3",
         group: Group::Levels,
         values: number(0, 20),
         ..parameter("multifd-zstd-level", number!(stream.levels.zstd))
@@ -469,7 +469,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("multifd-qatzip-level", number!(stream.levels.qatzip))
     },
     OptionInfo {
-        help: "Where zero pages are detected: nowhere, migration thread, channel threads, DSA",
+        help: "Detection of zero pages: none, by the migration thread (legacy), the channel threads (multifd) or DSA",
         group: Group::Everyday(6),
         values: Values::ZeroPages,
         not_for: &[NotFor {
@@ -481,7 +481,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         defaults: &[RoleDefault {
             roles: RELAYS,
             value: None,
-            help_text: "where the source detects none",
+            help_text: "in the relay, if the source detects none",
         }],
         ..parameter(
             "zero-page-detection",
@@ -516,7 +516,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("insecure", plain!(Switch, tls.insecure))
     },
     OptionInfo {
-        help: "Share of the zero pages to send as pages with content, to measure throughput",
+        help: "Share of the zero pages that are sent as if they had content, to measure throughput",
         group: Group::Channels,
         values: number(0, 100),
         unit: "%",
@@ -530,7 +530,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         )
     },
     OptionInfo {
-        help: "Size of the pages of one multifd packet; more than 512K needs Hotlift on the other side",
+        help: "Total size of the pages in one multifd packet; more than 512K needs Hotlift on the other side",
         group: Group::Channels,
         values: PACKET_SIZE,
         unit: "bytes",
@@ -567,7 +567,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("tls-authz", plain!(Text, tls.authz))
     },
     OptionInfo {
-        help: "Goal of the migration, for the choices of method auto and of the switchover",
+        help: "Optimization goal of method auto and of the switchover",
         group: Group::Channels,
         values: Values::Goal,
         live: true,
@@ -579,8 +579,8 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("goal", plain!(Goal, stream.goal))
     },
     OptionInfo {
-        help: "Method that method auto uses towards a QEMU, as set there; it chooses the level of zlib and zstd for each \
-               packet",
+        help: "Method that auto uses if the destination is a QEMU: that QEMU's multifd-compression; auto chooses the level of \
+               zlib and zstd for each packet",
         group: Group::Channels,
         values: Values::Method,
         not_for: &[NotFor::any(
@@ -635,7 +635,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("memory-limit", number!(limits.memory_limit))
     },
     OptionInfo {
-        help: "Time in which a source that lost its connections at the handover asks the destination which host runs the \
+        help: "If the connections break at the handover, the source asks the destination for this time which host runs the \
                guest",
         group: Group::Limits,
         values: number(1, 86_400),
@@ -647,9 +647,9 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("settle-timeout", time!(1000, limits.settle_timeout))
     },
     OptionInfo {
-        help: "Time without an answer of the other host, before the switchover, after which the migration fails, at least 5 \
-               s; a host that answers and does not read does not fail it; 0: the kernel's own limit, about 15 minutes with \
-               data in transit",
+        help: "Before the switchover, fail the migration if the other host sends no answer for this time, at least 5 s; a host \
+               that answers but does not read is waited for; 0: the kernel's own limit, about 15 minutes with data in \
+               transit",
         group: Group::Limits,
         values: number(0, MAX_SILENCE_TIMEOUT.as_secs()),
         unit: "s",
