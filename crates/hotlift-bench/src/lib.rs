@@ -82,7 +82,7 @@ const RAM: u64 = 1 << 30;
 /// Flags of the program.
 #[derive(Debug, Args)]
 pub struct BenchArgs {
-    /// Reproduce a published table instead of the matrix, or all of them; or run a table of our own
+    /// Run a suite instead of the matrix: a published table, all of them, or a table of Hotlift's own
     #[arg(long, value_name = "NAME", value_parser = suite::choose, conflicts_with_all = ["methods",
           "levels", "channels", "zero_pages", "bandwidths", "workloads", "zero_shares", "zero_touched"])]
     suite: Option<Choice>,
@@ -106,32 +106,32 @@ pub struct BenchArgs {
     /// Measure this QEMU with the same work in the same run
     #[arg(long, value_name = "PATH", conflicts_with = "to")]
     with_qemu: Option<PathBuf>,
-    /// Measure QEMUs with two relays too, which compress instead of the QEMUs
+    /// Also measure QEMUs with two relays between them, which compress instead of the QEMUs
     #[arg(long, requires = "with_qemu", conflicts_with = "suite")]
     relays: bool,
     /// Migrate to the host where 'hotlift-bench --serve' waits: tcp:HOST:PORT
     #[arg(long, value_name = "URI", value_parser = Address::of_peer)]
     to: Option<Address>,
-    /// Be the other host: receive the guests of 'hotlift-bench --to', until Ctrl-C
+    /// Act as the destination host: receive the guests of 'hotlift-bench --to' until Ctrl-C
     #[arg(long, value_name = "URI", conflicts_with_all = ["to", "suite", "with_qemu", "link"])]
     serve: Option<Address>,
-    /// Print the tables of kept runs, write their report into the folder of --out, and run nothing;
-    /// repeatable
+    /// Print the tables of the runs in this runs.jsonl, write their report into the folder of --out,
+    /// and run nothing; repeatable
     #[arg(long, value_name = "FILE", hide_short_help = true)]
     kept: Vec<PathBuf>,
-    /// Limit the link on this machine by network namespaces (root), as in 1gbit or 200mbit,2ms; with other
-    /// rates at a time after the request to migrate, as in 10gbit,500mbit@1s
+    /// Limit the link on this machine by network namespaces (root), as in 1gbit or 200mbit,2ms; a
+    /// further rate holds from its time after the request to migrate on, as in 10gbit,500mbit@1s
     #[arg(long, value_name = "RATE[,DELAY][,RATE@TIME]", conflicts_with = "to")]
     link: Option<Link>,
-    /// Occupy a core with a busy thread, this time after the request to migrate
+    /// Occupy a core with a busy thread, from this time after the request to migrate on
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration, hide_short_help = true)]
     neighbour: Option<Duration>,
     /// End a run that takes longer
     #[arg(long, value_name = "SECONDS", default_value_t = 600, hide_short_help = true,
           value_parser = clap::value_parser!(u64).range(1..))]
     time_limit: u64,
-    /// Bytes of RAM, with suffix K, M or G [default: 1G, of a suite the published size; less where
-    /// it does not fit]
+    /// Bytes of RAM, with suffix K, M or G [default: 1G; for a suite the published size; less if that
+    /// does not fit]
     #[arg(long, value_name = "SIZE", value_parser = ram, help_heading = "Guest")]
     ram: Option<u64>,
     /// Number of vCPUs, 1 to 8
@@ -146,7 +146,7 @@ pub struct BenchArgs {
         help_heading = "Guest"
     )]
     rate: u64,
-    /// Size of the memory that it writes to, in bytes [default: an eighth of the RAM]
+    /// Size of the memory that the guest writes to, in bytes [default: an eighth of the RAM]
     #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "Guest", hide_short_help = true)]
     working_set: Option<u64>,
     /// Write the zero pages once, so that the host allocates them

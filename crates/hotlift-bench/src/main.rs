@@ -12,10 +12,11 @@ use hotlift_command::manual;
 use hotlift_command::program::Program;
 use hotlift_terminal::output;
 
-/// Migrate in many settings, in turn, and compare; with a real QEMU, to another host, over a limited link
+/// Compare migrations with many settings; also with a QEMU, to another host, or over a limited link
 ///
-/// Every combination of what is listed runs in random order, several times; each run is kept in
-/// DIR/runs.jsonl as it ends. Ctrl-C keeps what is done. A setting that fails costs a line.
+/// Runs every combination of the listed values several times, in random order, and appends each run
+/// to DIR/runs.jsonl. Ctrl-C keeps the completed runs. A combination that fails prints one line, and
+/// the others run.
 ///
 ///   hotlift-bench --method none,zstd --channels 2,4 --workload idle,random
 ///

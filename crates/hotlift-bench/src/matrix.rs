@@ -30,7 +30,7 @@ pub struct MatrixArgs {
     #[arg(long = "channels", value_name = "NUMBERS", value_delimiter = ',', default_value = "2",
           value_parser = clap::value_parser!(u8).range(1..))]
     channels: Vec<u8>,
-    /// Where zero pages are detected
+    /// Modes of zero page detection
     #[arg(
         long = "zero-page-detection",
         value_name = "MODES",

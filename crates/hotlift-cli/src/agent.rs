@@ -27,11 +27,11 @@ pub enum AgentCommand {
     Run(RunArgs),
     /// Check the configuration and the certificates; as root, also check that migrations of this host reach the agent
     Check(ConfigArgs),
-    /// Print the nftables rules that the agent installs, as a base for own rules; or remove them
+    /// Print the nftables rules that the agent installs, as a base for your own ruleset; or remove them
     Rules(RulesArgs),
     /// Show the agent's budget and totals
     Status(AskArgs),
-    /// List the running migrations and the last ended ones
+    /// List the running migrations, and those that ended last
     List(AskArgs),
     /// Cancel a migration; its guest stays on the source host
     Cancel(CancelArgs),
@@ -52,7 +52,7 @@ pub struct ConfigArgs {
 pub struct RunArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Do not change nftables: the rules are installed otherwise ('hotlift agent rules')
+    /// Do not change nftables: the host's own ruleset contains the rules of 'hotlift agent rules'
     #[arg(long)]
     no_redirect: bool,
 }
@@ -62,7 +62,7 @@ pub struct RunArgs {
 pub struct RulesArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Remove the table that an agent left: migrations then leave this host without an agent
+    /// Remove the table that an agent left; migrations then leave this host without an agent
     #[arg(long)]
     remove: bool,
 }

@@ -100,9 +100,9 @@ enum Command {
     ///
     ///   hotlift serve --listen tcp::4444 -- qemu-system-x86_64 -machine pc-i440fx-7.2 -m 2G
     ///
-    /// It receives one guest. A QEMU that it started keeps running after this command if it has the guest or may have it;
-    /// otherwise it is ended. QEMU's output is copied to standard error; if that is a pipe, only while this command runs. Both
-    /// hosts need certificates ('hotlift certs'), or --insecure.
+    /// The command receives one guest. A QEMU that the command started keeps running afterwards if it has or may have the
+    /// guest; otherwise it is ended. QEMU's output is copied to standard error; if that is a pipe, only while this command
+    /// runs. Both hosts need certificates ('hotlift certs'), or --insecure.
     ///
     /// With --files, it serves save files for 'hotlift restore --lazy tcp:HOST:4444/vm.save' on other hosts, until a signal:
     ///
@@ -149,11 +149,11 @@ enum Command {
     ///   hotlift restore --lazy tcp:HOST:4444/vm.save --qmp /run/vm.qmp     from 'hotlift serve --files'
     ///
     /// With --lazy (files of 'hotlift save', QEMU 7.2 and later) the guest runs after some milliseconds, and receives its pages
-    /// when it needs them. If this command ends before all pages are loaded, the guest waits for the others: --lazy --resume
-    /// loads them.
+    /// when it needs them. If this command ends before all pages are loaded, the guest waits for the missing pages: --lazy
+    /// --resume loads them.
     ///
-    /// A QEMU that it started keeps running after this command; if it did not receive the guest, it is ended. Exit codes as of
-    /// 'serve'.
+    /// A QEMU that the command started keeps running afterwards, unless it did not receive the guest: then it is ended. Exit
+    /// codes as of 'serve'.
     #[command(verbatim_doc_comment)]
     Restore(restore::RestoreArgs),
     /// Show the content of a save file: machine, RAM, devices, size by method
@@ -230,8 +230,8 @@ enum GuestCommand {
     ///
     /// If it is unknown whether the destination runs the guest, the process does not end: it keeps the guest paused and prints
     /// the 'hotlift settle' command to type. Exit codes: 0 the destination has the guest (or it was received and ran here), 1
-    /// failed and the guest stayed, 2 usage, 130 ended by a signal, 3 ended while that was unknown, or by 'hotlift settle
-    /// --there'.
+    /// failed and the guest stayed, 2 usage, 130 ended by a signal, 3 ended while the host of the guest was unknown, or by
+    /// 'hotlift settle --there'.
     #[command(verbatim_doc_comment)]
     Run(guest_run::GuestRunArgs),
 }

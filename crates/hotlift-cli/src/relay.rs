@@ -62,7 +62,7 @@ pub struct RelayArgs {
     /// Forward them to this address: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI", value_parser = Address::of_peer)]
     connect: Address,
-    /// UUID of the VM, which multifd channels must carry; needed if the VM has one and the source does not use multifd
+    /// UUID of the VM, for the multifd channels; needed if the VM has one and the source does not use multifd
     #[arg(long, value_name = "UUID")]
     uuid: Option<Uuid>,
     #[command(flatten)]

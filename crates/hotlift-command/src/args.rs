@@ -44,7 +44,7 @@ pub struct GuestArgs {
     /// Pages written per second by all vCPUs together
     #[arg(long, value_name = "PAGES/S", default_value_t = 20_000)]
     pub rate: u64,
-    /// Size of the memory that it writes to, in bytes [default: an eighth of the RAM]
+    /// Size of the memory that the guest writes to, in bytes [default: an eighth of the RAM]
     #[arg(long, value_name = "SIZE", value_parser = size, hide_short_help = true)]
     pub working_set: Option<u64>,
     /// Fill RAM with this file, page by page like a memory image, or with the files of this folder; .zst files are
