@@ -137,10 +137,10 @@ pub enum CarryError {
     #[error("the agent is shutting down and accepts no new migrations")]
     Ending,
     /// Cancelled while it waited for its turn.
-    #[error("it was cancelled before it began")]
+    #[error("the migration was cancelled before it began")]
     Cancelled,
     /// The source closed the connections of a migration that waited for its turn.
-    #[error("its source closed its connections before it began")]
+    #[error("the source closed its connections before the migration began")]
     Deserted,
     /// A cancelled migration does not end: its QEMU has received SHUT(0) (the destination loaded the guest), and has not
     /// closed its connection.

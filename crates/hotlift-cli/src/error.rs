@@ -180,7 +180,7 @@ pub enum CommandError {
     #[error(transparent)]
     Qemu(QemuError),
     /// Differences already shown in a table, with their remedies.
-    #[error("QEMU refuses {count} of the differences above, so a migration fails")]
+    #[error("QEMU refuses {count} of the differences above, so a migration would fail")]
     Different { count: usize },
     /// 'hotlift serve' makes no progress.
     #[error("'hotlift serve' at {address} failed: {missing} within {limit:?}")]
@@ -298,7 +298,7 @@ impl CommandError {
             )),
             Self::Relay(MigrationError::InDoubt) => Some(settle(QMP_OF_THE_SOURCE)),
             Self::Relay(MigrationError::Released { .. }) => Some(format!(
-                "run the guest there: hotlift settle --qmp {QMP_OF_THE_SOURCE} --here"
+                "if the guest is paused at the source, run it there: hotlift settle --qmp {QMP_OF_THE_SOURCE} --here"
             )),
             Self::PagesMissing {
                 answers,

@@ -64,10 +64,10 @@ pub struct RestoreArgs {
         visible_alias = "channels"
     )]
     multifd_channels: u8,
-    /// Run the guest at once: pages follow when it needs them, the others in the background
+    /// Run the guest at once, send each page when the guest needs it, and the others in the background
     #[arg(long, conflicts_with = "multifd_channels")]
     lazy: bool,
-    /// Resume an interrupted lazy restore: QEMU runs the guest and waits for pages
+    /// Resume an interrupted lazy restore, in the QEMU whose guest waits for pages
     #[arg(long, requires_all = ["lazy", "qmp"])]
     resume: bool,
     /// Replace damaged pages of the file with zero pages, and list them
@@ -287,7 +287,7 @@ fn conclude(
     match statement {
         Statement::Here { state } => {
             if let Some(trouble) = trouble {
-                warn!("hotlift: the guest is restored, with errors on the way: {trouble}");
+                warn!("hotlift: the guest is restored, but errors occurred: {trouble}");
             }
             warn!(
                 "the guest {}: {}",

@@ -499,7 +499,7 @@ impl Host<'_> {
             Statement::Here { state } => {
                 let reason = error.chain();
                 let _ = source.send(&failed(reason.clone(), DestinationKnowledge::Here));
-                warn!("hotlift: the guest is here, with errors on the way: {reason}");
+                warn!("hotlift: the guest is here, but errors occurred: {reason}");
                 print_arrival(&state, destination);
                 Ok(())
             }

@@ -18,7 +18,7 @@ struct Counts {
 /// Request that exceeds the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{wanted} bytes in addition to {used} exceed the memory limit of {limit} bytes (raise --memory-limit)"
+    "{wanted} more bytes, with {used} in use, exceed the memory limit of {limit} bytes (raise --memory-limit)"
 )]
 pub struct OverMemoryLimit {
     /// Requested bytes.

@@ -172,8 +172,8 @@ pub enum QemuError {
         /// The way it ended, as a clause.
         how: String,
     },
-    /// The guest is at the destination, with errors on the way.
-    #[error("the guest is at the destination, with errors on the way: {reasons}")]
+    /// The guest is at the destination, but errors occurred.
+    #[error("the guest is at the destination, but errors occurred: {reasons}")]
     MovedAnyway {
         /// The errors, in one line.
         reasons: String,
@@ -200,7 +200,7 @@ pub enum QemuError {
     },
     /// Both QEMUs run the guest.
     #[error(
-        "the guest runs at the destination and in this QEMU too, as another client continued it here"
+        "the guest runs at the destination and also in this QEMU, because another client continued it here"
     )]
     RunsTwice {
         /// Address of the source's QMP socket.

@@ -192,7 +192,7 @@ impl fmt::Display for Fault {
             Self::UnknownCa { issuer } => {
                 write!(
                     f,
-                    "is signed by a CA that this side does not trust ({issuer}), and comes with no intermediate certificate that leads to one"
+                    "is signed by a CA that this side does not trust ({issuer}), and no intermediate certificate in its chain leads to a trusted CA"
                 )
             }
             Self::Revoked => f.write_str("is revoked"),

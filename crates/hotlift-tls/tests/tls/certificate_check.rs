@@ -167,7 +167,7 @@ fn the_check_finds_every_cause_for_which_a_handshake_fails() {
         ),
         (
             folder("root.crt", &["leaf.crt"], ""),
-            "is signed by a CA that this side does not trust (CN=middle), and comes with no intermediate",
+            "is signed by a CA that this side does not trust (CN=middle), and no intermediate certificate in its chain",
             "",
         ),
         (

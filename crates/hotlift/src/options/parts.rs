@@ -231,7 +231,7 @@ impl Options {
         refuse(
             self.stream.zero_copy_send && encrypts,
             "zero-copy-send=on",
-            "no tls-creds: an encrypted page is a copy",
+            "tls-creds to be unset: TLS encrypts a copy of each page",
         )?;
         self.tls.check()?;
         let throttle = &self.auto_converge;

@@ -1176,7 +1176,7 @@ fn options() -> Vec<Row> {
         row(
             conflict(
                 "zero-copy-send=on",
-                "no tls-creds: an encrypted page is a copy",
+                "tls-creds to be unset: TLS encrypts a copy of each page",
             ),
             "Encryption copies each page.",
         ),
