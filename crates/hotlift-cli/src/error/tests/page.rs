@@ -180,12 +180,12 @@ fn migrate() -> Vec<Row> {
             true => "its QEMU is not ready",
             false => "it accepted the connection, but does not answer",
         },
-        limit: seconds(60),
+        limit: seconds(if has_hello { 90 } else { 30 }),
         has_hello,
     };
     let no_qmp = || QmpError::Connect {
         address: QMP.to_owned(),
-        waited: seconds(10),
+        waited: seconds(2),
         source: system(Errno::NOENT),
     };
     let not_waiting = |migration: &str| QemuError::NotWaiting {
@@ -646,7 +646,7 @@ fn relays() -> Vec<Row> {
                 waiting_for: "the destination's answer to the opening (check that both sides have the same machine, \
                               multifd-channels and method)"
                     .to_owned(),
-                waited: seconds(60),
+                waited: seconds(30),
             }),
             "The destination's QEMU waits for another stream.",
             "compare these settings of both QEMUs",
@@ -955,7 +955,7 @@ fn libvirt() -> Vec<Row> {
             "No agent listens at this address.",
         ),
         row(
-            CommandError::AgentSilent { limit: seconds(60) },
+            CommandError::AgentSilent { limit: seconds(30) },
             "The destination's agent does not answer.",
         ),
         row(
