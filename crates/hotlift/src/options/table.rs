@@ -635,7 +635,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("memory-limit", number!(limits.memory_limit))
     },
     OptionInfo {
-        help: "If the connections break at the handover, the source asks the destination for this time which host runs the \
+        help: "Time in which a source that lost its connections at the handover asks the destination which host runs the \
                guest",
         group: Group::Limits,
         values: number(1, 86_400),
