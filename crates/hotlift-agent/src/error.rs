@@ -136,8 +136,8 @@ pub enum CarryError {
     /// The agent is ending and accepts nothing new.
     #[error("the agent is shutting down and accepts no new migrations")]
     Ending,
-    /// Cancelled while it waited for its turn.
-    #[error("the migration was cancelled before it began")]
+    /// A migration that waited for its turn was cancelled, or a tunnel.
+    #[error("cancelled")]
     Cancelled,
     /// The source closed the connections of a migration that waited for its turn.
     #[error("the source closed its connections before the migration began")]
