@@ -34,7 +34,7 @@ pub struct JobFigures {
     pub raw_pages: u64,
     /// Drivers of the accelerators, as in "libqpl 1.9.0".
     pub devices: Vec<String>,
-    /// Reason why an accelerator was not used where it might have been, or not to the end.
+    /// Reason why an accelerator was not used, or not until the end.
     pub fallback: Option<String>,
 }
 
@@ -45,9 +45,9 @@ pub struct ByteFigures {
     pub multifd: u64,
     /// To the main channel while the guest ran here.
     pub precopy: u64,
-    /// To the main channel while it was paused.
+    /// To the main channel while the guest was paused.
     pub downtime: u64,
-    /// To the main channel while it ran at the destination, without some of its pages.
+    /// To the main channel while the guest ran at the destination, without some of its pages.
     #[serde(default)]
     pub postcopy: u64,
 }
@@ -80,7 +80,7 @@ pub struct XbzrleFigures {
     pub overflows: u64,
 }
 
-/// Packets of one method of those that `auto` chooses from.
+/// Packets of one of the methods that `auto` chooses from.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct MethodFigures {
     /// The method's name.
@@ -144,7 +144,7 @@ pub struct SideFigures {
     pub cpu_percent: f64,
     /// `cpu_s` per GiB of normal (non-zero) pages; 0 if there were none.
     pub core_s_per_gib: f64,
-    /// The same, thread by thread.
+    /// CPU time of each of these threads.
     pub threads: Vec<ThreadCpu>,
     /// Statistics of the work of the method.
     #[serde(default)]
@@ -217,10 +217,10 @@ pub struct SourceReport {
     /// Statistics of XBZRLE, if it was on.
     #[serde(default)]
     pub xbzrle: Option<XbzrleFigures>,
-    /// Packets by method, where each packet has its own.
+    /// Packets by method, if each packet has its own method.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub methods: Vec<MethodFigures>,
-    /// Packets of them with another method than the best known one, to learn its cost.
+    /// Packets sent with another method than the best known one, to learn the cost of that method.
     #[serde(default)]
     pub explored_packets: u64,
     /// `methods` over time.
@@ -251,11 +251,11 @@ pub struct DestinationReport {
 pub struct PostcopyFigures {
     /// From the first connection until all pages were there, in milliseconds.
     pub complete_ms: f64,
-    /// Pages that arrived while it ran.
+    /// Pages that arrived while the guest ran.
     pub pages: u64,
-    /// Pages that it touched before they arrived.
+    /// Pages that the guest touched before they arrived.
     pub requests: u64,
-    /// Wait for such a page, in microseconds: the median, the 99th percentile, and the longest.
+    /// Wait for a page that the guest touched, in microseconds: the median, the 99th percentile, and the longest.
     pub wait_us: [f64; 3],
     /// Waits by thread, with `postcopy-blocktime`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -271,7 +271,7 @@ pub struct BlocktimeFigures {
     pub vcpu_ms: Vec<f64>,
     /// Number of waits of vCPUs.
     pub vcpu_waits: u64,
-    /// Duration of such a wait, in microseconds: the median, the 99th percentile, and the longest.
+    /// Duration of a wait of a vCPU, in microseconds: the median, the 99th percentile, and the longest.
     pub vcpu_wait_us: [f64; 3],
     /// Mean wait of any thread, in nanoseconds.
     pub mean_ns: u64,
@@ -284,7 +284,7 @@ pub struct BlocktimeFigures {
 }
 
 impl SourceReport {
-    /// Returns the part that follows from the times (total, set-up and downtime), the counts, and the cost.
+    /// Creates a report with the figures that follow from the times (total, set-up and downtime), the counts, and the cost.
     pub(crate) fn new(
         [total, setup, downtime]: [Duration; 3],
         counts: Counts,
@@ -309,10 +309,9 @@ impl SourceReport {
     }
 }
 
-/// Running counters of one thread, read by others while it works.
+/// Running counters of one thread, which other threads read.
 ///
-/// Aligned to two cache lines (the prefetcher pulls pairs), so that counting never makes channels
-/// wait for each other.
+/// Aligned to two cache lines (the CPU prefetches lines in pairs), so that channels do not slow each other by counting.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct Counters {
@@ -330,7 +329,7 @@ pub(crate) struct Counts {
 }
 
 impl Counters {
-    /// Returns one for each multifd channel, with its opening packet counted.
+    /// Returns counters for each multifd channel, with its opening packet counted.
     pub(crate) fn of_channels(channels: usize) -> Vec<Self> {
         let counters: Vec<_> = (0..channels).map(|_| Self::default()).collect();
         for channel in &counters {
@@ -339,7 +338,7 @@ impl Counters {
         counters
     }
 
-    /// Returns the counters of one side: its channels', and the last for main.
+    /// Returns the counters of one side: those of its channels, and those of main at the end.
     pub(crate) fn of_side(channels: usize) -> Vec<Self> {
         let mut counters = Self::of_channels(channels);
         counters.push(Self::default());
@@ -396,7 +395,7 @@ pub(crate) fn ratio(numerator: f64, denominator: f64) -> f64 {
     }
 }
 
-/// Converts a count to a number to divide by; exact below 2^53.
+/// Converts a count to a float; exact below 2^53.
 #[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
 pub(crate) fn to_f64(count: u64) -> f64 {
     count as f64
@@ -429,7 +428,7 @@ impl LatestTimes {
     }
 }
 
-/// Converts a time to microseconds, up to 71 minutes.
+/// Converts a time to microseconds; times above 71 minutes become the maximum.
 pub(crate) fn micros(took: Duration) -> u32 {
     u32::try_from(took.as_micros()).unwrap_or(u32::MAX)
 }

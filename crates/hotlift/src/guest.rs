@@ -1,8 +1,8 @@
 //! Interface between the engine and a virtual machine.
 //!
-//! The trait fits three kinds of guest alike: one in this process (the built-in guests, a Rust VMM that embeds the crate), one
-//! whose memory is a set of memfds of another process, and one that exists only as pages in transit (a relay). Hence memory is
-//! a list of [`RamBlock`]s, dirty pages arrive in a bitmap that the engine owns, and pausing is a request.
+//! The trait fits a guest in this process (the built-in guests, a Rust VMM that embeds the crate), and one in another process
+//! that shares its memory as memfds. Hence memory is a list of [`RamBlock`]s, dirty pages are added to a bitmap that the engine
+//! owns, and pausing is a request. A relay needs no guest: its pages are only in transit.
 
 use std::error::Error;
 use std::sync::Arc;

@@ -10,13 +10,13 @@
 //! | [`relay`] | passes a QEMU's stream to another QEMU, to a file, or from a file |
 //! | [`mod@file`] | save files |
 //! | [`lazy`] | restores a save file into a QEMU that runs its guest at once |
-//! | [`control`] | state and cancel |
+//! | [`control`] | state, events and cancel |
 //! | [`progress`], [`figures`] | progress reports of a running migration, and its cost |
 //! | [`error`] | errors that end a migration |
 //!
 //! Inside, an operation (`ops`) connects a page source to a sink (`ends`) over a bounded number of batches (`pipe`), in QEMU's
-//! format (`stream`). `postcopy` sends pages on request. `precopy` tracks dirty pages and decides when the rest is small
-//! enough.
+//! format (`stream`). `postcopy` sends pages on request. `precopy` tracks dirty pages, estimates the time to send them, and
+//! throttles the guest if there are too many.
 //!
 //! # Ownership of the guest
 //!

@@ -1,4 +1,4 @@
-//! Decides whether the host at the other end of a connection still answers, from the kernel's facts about the connection.
+//! Decides whether the host at the other end of a connection still answers, from the kernel's state of the connection.
 //!
 //! TCP_USER_TIMEOUT cannot decide this: it also ends a connection whose peer answers and only reads slowly. Without it
 //! the kernel retransmits for 15 minutes (tcp_retries2), in which its keepalive sends no probe.
@@ -15,13 +15,13 @@
 //! | is idle, and then lost its power | 0 | counts up with each keepalive | 0 | grows without end | stays |
 //!
 //! The time since a peer's last packet means nothing by itself. The kernel probes an idle peer at the keepalive interval, and a
-//! stopped reader at intervals that double up to 2 minutes (TCP_RTO_MAX). Since Linux 6.15 they double up to an eighth of the
-//! limit. So a silence counts from the first sample with an unanswered question: a segment in flight, or a probe. The silence
-//! of an idle connection counts from its last packet, because its keepalive is short. Two probes of a stopped reader must be
-//! unanswered, because one packet may be lost. A reader that stops first and loses its power later is thus found within 4
-//! minutes.
+//! stopped reader at intervals that double up to 2 minutes (TCP_RTO_MAX). Since Linux 6.15 the latter double up to an eighth of
+//! the limit. So a silence counts from the first sample with an unanswered segment or probe. The silence of an idle connection
+//! counts from its last packet, because its keepalive interval is short. Two probes of a stopped reader must be unanswered,
+//! because one packet may be lost. A reader that stops first and loses its power later is thus found within 4 minutes.
 //!
-//! A black hole does not answer, although the keepalive probes of the peer arrive: the kernel does not count those.
+//! A peer behind an MTU black hole counts as silent although its keepalive probes arrive: the kernel does not count them as
+//! packets of the peer.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -57,18 +57,18 @@ enum PeerState {
 /// One connection's samples.
 #[derive(Debug, Default)]
 struct ConnectionSamples {
-    /// Start of the present time without an answer.
+    /// Start of the present wait for an answer.
     asked: Option<Instant>,
-    /// First sample with a second probe in that time.
+    /// First sample with a second probe in that wait.
     probed_again: Option<Instant>,
-    /// Bytes that the peer has acknowledged, and the time of their last change, or of the last sample without data that waits.
+    /// Bytes that the peer has acknowledged, and the last time at which their count changed or no data waited.
     moved: Option<(u64, Instant)>,
     /// True if something was in transit at the last sample, or has been acknowledged since the one before.
     is_active: bool,
 }
 
 impl ConnectionSamples {
-    /// Judges the facts at `now`.
+    /// Takes the sample at `now`, and returns the peer's state.
     fn take(&mut self, now: Instant, facts: &TcpSending) -> PeerState {
         let last_packet = now.checked_sub(facts.since_last_packet).unwrap_or(now);
         let is_asked = facts.in_flight > 0 || facts.probes > 0;
@@ -114,7 +114,7 @@ pub struct Liveness {
 }
 
 impl Liveness {
-    /// Prepares `streams`. A peer is lost after a silence of `limit`; zero means never.
+    /// Starts to watch `streams`. A peer is lost after a silence of `limit`; zero means never.
     pub fn new<'s>(limit: Duration, streams: impl Iterator<Item = &'s Stream>) -> Self {
         let samples = streams.map(|stream| {
             stream.set_silence_limit(limit);
@@ -129,8 +129,8 @@ impl Liveness {
         }
     }
 
-    /// Samples `streams`, the same as at first, if a sample is due. Returns the peer that stalls them. A peer that is suspect
-    /// by another fact is lost as soon as its silence is reported.
+    /// Samples `streams`, in the order of [`Liveness::new`], if a sample is due. Returns the worst stall. With `is_suspect`
+    /// (another fact shows that a peer may be lost), a silence is final as soon as it is reported.
     ///
     /// # Errors
     /// [`MigrationError::Silent`] if a peer is lost.
@@ -154,7 +154,7 @@ impl Liveness {
         }
     }
 
-    /// Takes the facts of all connections at `now`.
+    /// Takes a sample of all connections at `now`.
     fn sample(&mut self, facts: impl Iterator<Item = Option<(TcpSending, IpAddr)>>, now: Instant) {
         let is_stale = |last_sample| now.duration_since(last_sample) >= REPORTED;
         if self.last_sample.is_some_and(is_stale) {
@@ -182,7 +182,7 @@ impl Liveness {
         }
     }
 
-    /// Does the same for the migration of `control`, and shows the peer there.
+    /// Polls the connections of the migration of `control`, and stores the stall there for display.
     pub(crate) fn poll_for<'s>(
         &mut self,
         control: &Control,

@@ -20,11 +20,11 @@ pub(crate) enum Pace {
     Running,
     /// No rate, as in QEMU: a migration that opens at a low rate would time out.
     Opening,
-    /// Its own rate: its guest is paused, so that it takes precedence over the other migrations of a shared rate.
+    /// Its own rate only: its guest is paused, so it takes precedence over the other migrations of the shared rate.
     Paused,
 }
 
-/// Present pace of a migration. Clones are of the same migration.
+/// Present pace of a migration; clones share it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Phase(Arc<AtomicU8>);
 
@@ -96,19 +96,19 @@ impl Pacer {
         }
     }
 
-    /// Returns the same, which also keeps `shared`.
+    /// Returns this pacer, which then also keeps the rate `shared`.
     pub(crate) fn under(self, shared: Option<SharedRate>) -> Self {
         Self { shared, ..self }
     }
 
-    /// Returns the same, for a migration in this phase.
+    /// Returns this pacer, which then follows the pace of `phase`.
     pub(crate) fn in_phase(self, phase: &Phase) -> Self {
         let phase = phase.clone();
         Self { phase, ..self }
     }
 
     /// Changes the rate; 0 is unlimited. Bytes that are booked already, up to a packet of each channel, are rescaled to the new
-    /// one: a rate that changes often is kept, too.
+    /// rate, so that a rate that changes often is kept, too.
     pub(crate) fn set_rate(&self, bytes_per_second: u64) {
         self.change(bytes_per_second, false, Instant::now());
     }
@@ -175,7 +175,7 @@ impl Pacer {
         self.rate.load(Ordering::Relaxed) > 0
     }
 
-    /// Returns true if less was sent lately than the limit allows.
+    /// Returns true if the bookings have fallen behind the clock: less was sent than the limit allows, or there is no limit.
     pub(crate) fn is_behind(&self) -> bool {
         let booked = *self.schedule.lock();
         booked.is_none_or(|until| until < Instant::now())
@@ -189,7 +189,7 @@ impl Pacer {
         }
     }
 
-    /// Books `bytes` at `now`. Returns when they may be written; `None` for at once.
+    /// Books `bytes` at `now`. Returns the time from which they may be written; `None` if they may be written at once.
     fn reserve(&self, bytes: usize, now: Instant) -> Option<Instant> {
         // Checked without the lock first: a migration without a limit is the fastest one.
         if self.rate.load(Ordering::Relaxed) == 0 {
@@ -216,7 +216,7 @@ mod tests {
         let mut now = start;
         let mut sent = 0;
         for step in 0..1000_u32 {
-            // Writers come late now and then; the time that they waste must not come back as a flood.
+            // Some writers are late; the time that they lose must not cause a burst later.
             now += Duration::from_millis(u64::from(step % 7 == 0) * 40);
             if let Some(until) = pacer.reserve(10_000, now) {
                 now = until;
@@ -233,7 +233,7 @@ mod tests {
         let start = Instant::now();
         let pacer = Pacer::new(rates[0]);
         let (mut allowed, mut sent) = (0.0, 0_u32);
-        // Writers that wait, as `wait` does.
+        // Writers, with the time until which each waits, as `wait` does.
         let mut ready = [start; 4];
         for tick in 0..4000_u32 {
             let now = start + Duration::from_millis(tick.into());

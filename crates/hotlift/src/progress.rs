@@ -58,12 +58,11 @@ pub struct Progress {
     pub dirty_pages_per_second: f64,
     /// Time since the request to migrate.
     pub elapsed: Duration,
-    /// Time that the rest of this round takes at the present rate; unknown before there is one.
+    /// Time that the rest of this round takes at the present rate; `None` before a rate is known.
     pub time_left: Option<Duration>,
-    /// Time until the first page could be sent; unknown before.
+    /// Time until the first page could be sent; `None` before.
     pub setup: Option<Duration>,
-    /// Time that the pages dirty at the last sync would take at the present rate; unknown before there
-    /// is one.
+    /// Time that the pages dirty at the last sync would take at the present rate; `None` before a rate is known.
     pub expected_downtime: Option<Duration>,
     /// Pages sent with their content so far.
     pub normal_pages: u64,
@@ -85,9 +84,9 @@ pub struct Progress {
     pub postcopy_requests: u64,
     /// Statistics of XBZRLE, if it is on.
     pub xbzrle: Option<XbzrleFigures>,
-    /// Methods of the latest packets, where each packet has its own.
+    /// Methods of the latest packets, if each packet has its own method.
     pub methods: Option<MethodsNow>,
-    /// True if several rounds have left as much as they found: at this rate the migration does not end.
+    /// True if several rounds have left about as many dirty pages as they began with: at this rate the migration does not end.
     pub stalled: bool,
 }
 

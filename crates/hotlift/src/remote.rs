@@ -15,12 +15,12 @@ use crate::tls::Tls;
 /// lost SYN packets are sent again in this time.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// The connection that is being made, for its display. Clones are of the same migration.
+/// Connection attempt in progress, for display; clones share it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Connecting(Arc<Mutex<Option<(Address, Instant)>>>);
 
 impl Connecting {
-    /// Returns the address of the connection, and the time that it takes so far.
+    /// Returns the address of the attempt, and its duration so far.
     pub(crate) fn address(&self) -> Option<(Address, Duration)> {
         let connecting = lock(&self.0);
         let (address, since) = connecting.as_ref()?;
@@ -54,7 +54,8 @@ impl Remote {
         }
     }
 
-    /// Connects, unless the migration is cancelled. The attempt is shown until its end. A handshake may take `timeout`.
+    /// Connects, unless the migration is cancelled; `dialing` shows the attempt until its end. `timeout` limits the TLS
+    /// handshake.
     pub(crate) fn connect_for(
         &self,
         dialing: &Dialing,
@@ -69,7 +70,7 @@ impl Remote {
         connected
     }
 
-    /// Connects, unless it is stopped.
+    /// Connects, unless `stop` ends the attempt.
     pub(crate) fn connect_unless(
         &self,
         timeout: Duration,

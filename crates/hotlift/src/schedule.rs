@@ -15,12 +15,13 @@ pub(crate) const BURST: Duration = Duration::from_millis(20);
 pub(crate) struct Schedule(Mutex<Option<Instant>>);
 
 impl Schedule {
-    /// Returns the end of the bookings, and keeps others from booking.
+    /// Locks the schedule, and returns the end of the bookings.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Option<Instant>> {
         lock(&self.0)
     }
 
-    /// Books the duration that `time` returns under the lock; `None`: nothing. Returns its begin and end, at `now`.
+    /// Books, at `now`, the duration that `time` returns under the lock; `None` books nothing. Returns begin and end of the
+    /// booking.
     pub(crate) fn reserve(
         &self,
         time: impl FnOnce() -> Option<Duration>,
@@ -36,7 +37,7 @@ impl Schedule {
     }
 }
 
-/// Returns the new end of what ended at `until`, if its rate changes at `now` from `from` to `to`; neither is 0.
+/// Returns the new end of a booking that ended at `until`, if the rate changes at `now` from `from` to `to`; neither is 0.
 pub(crate) fn rescaled(until: Instant, now: Instant, from: u64, to: u64) -> Instant {
     let left = until.saturating_duration_since(now);
     match left.is_zero() {

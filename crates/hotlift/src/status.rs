@@ -17,7 +17,7 @@ pub enum Status {
     Device,
     /// The guest runs at the destination, and receives its pages on request.
     PostcopyActive,
-    /// The same, with the connection lost: see [`crate::Control::resume`] and [`crate::Control::recover`].
+    /// As `PostcopyActive`, with the connection lost: see [`crate::Control::resume`] and [`crate::Control::recover`].
     PostcopyPaused,
     /// Another connection replaces the one that was lost.
     PostcopyRecover,

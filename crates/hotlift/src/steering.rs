@@ -34,7 +34,7 @@ struct Live {
 }
 
 impl Live {
-    /// Returns the latest of a stream's options, which began with `options`.
+    /// Returns the changed options of the stream; `options` if there was no change.
     fn stream<'a>(&'a self, options: &'a StreamOptions) -> &'a StreamOptions {
         let changed = self.changed.as_ref();
         changed.map_or(options, |changed| &changed.stream)
@@ -79,7 +79,7 @@ impl Steering {
         latest
     }
 
-    /// Creates the budget of all of the migration's channels.
+    /// Creates the pacer of all channels of the migration.
     pub(crate) fn pacer(&self, options: &StreamOptions) -> Arc<Pacer> {
         let mut live = lock(&self.live);
         let rate = live.stream(options).max_bandwidth;
@@ -90,7 +90,7 @@ impl Steering {
         pacer
     }
 
-    /// Creates the budget of the background pages of a postcopy.
+    /// Creates the pacer of the background pages of a postcopy.
     pub(crate) fn postcopy_pacer(&self, options: &PostcopyOptions) -> Arc<Pacer> {
         let mut live = lock(&self.live);
         let changed = live.changed.as_ref();
@@ -111,13 +111,13 @@ impl Steering {
         Arc::clone(budget)
     }
 
-    /// Returns the CPU time that each of these threads has used.
+    /// Returns the CPU time that each channel thread of this side has used.
     pub(crate) fn cpu_used(&self) -> Vec<(String, Duration)> {
         let live = lock(&self.live);
         live.cpu.as_ref().map(|cpu| cpu.used()).unwrap_or_default()
     }
 
-    /// Creates the chooser of each packet's method, where the options ask for it.
+    /// Creates the state that chooses each packet's method; `None` if the options do not request it.
     pub(crate) fn make_auto(&self, options: &StreamOptions) -> Option<Arc<Auto>> {
         let mut live = lock(&self.live);
         let goal = live.stream(options).goal;

@@ -22,7 +22,7 @@ pub enum TlsSetupError {
     /// The list of `tls-authz`.
     #[error("tls-authz")]
     Authz(#[from] AuthzError),
-    /// The address leads to other hosts, and there are no certificates.
+    /// The address is for connections to or from other hosts, and there are no certificates.
     #[error(
         "{address} is for other hosts, but TLS is not set up: give '--tls DIR' ('hotlift certs' makes one), or '--insecure'"
     )]

@@ -24,7 +24,7 @@ const PAGE: usize = 4096;
 struct Saved {
     configuration: Configuration,
     switchover_start: bool,
-    /// Name, and the content byte of each page: none if it is zero.
+    /// Name, and the content byte of each page; `None` for a zero page.
     blocks: Vec<(String, Vec<Option<u8>>)>,
     /// Device sections before and after the blocks.
     early: [Vec<u8>; 2],
@@ -68,7 +68,7 @@ fn small(machine: &str) -> Saved {
 }
 
 impl Saved {
-    /// Writes it as QEMU does, starting at byte `offset` of the file.
+    /// Writes a file as QEMU does, starting at byte `offset`.
     fn write(&self, path: &Path, offset: u64) {
         let file = File::create(path).expect("a file");
         let mut start = FILE_HEADER.to_vec();
@@ -105,7 +105,7 @@ impl Saved {
         file.write_all_at(&end, layout.end).expect("write");
     }
 
-    /// Reads it back, using only the rules of the format.
+    /// Reads a file, using only the rules of the format.
     fn read(path: &Path) -> Self {
         let bytes = fs::read(path).expect("the file");
         let mut saved = Self {
@@ -275,8 +275,8 @@ fn virtio_mem(id: u32, plugged: u16) -> Vec<u8> {
 
 #[test]
 fn unplugged_memory_is_omitted_in_every_conversion_between_files() {
-    // Both have one size: only the path of a device identifies its RAM block. Their sections are in another order than the
-    // blocks.
+    // Both devices have the same size: only the path of a device identifies its RAM block. The order of their sections differs
+    // from that of the blocks.
     let devices = [(8, 0x8007_u16), (9, 0x0ff0)];
     let is_plugged = |plugged: u16, page: u8| plugged >> (page / 4) & 1 == 1;
     let mut saved = small("pc-i440fx-10.0");
@@ -556,7 +556,7 @@ fn a_damaged_mapped_ram_file_causes_no_panic_and_leaves_no_file() {
     }
 }
 
-/// Returns the range that a save writes only for the case that it ends before the rename: it is never read.
+/// Returns the range of a finished save file that is never read: it only marks a file whose save ended before the rename.
 fn unread(whole: &[u8]) -> std::ops::Range<usize> {
     let foot = whole.len() - 16;
     let length = u32::from_be_bytes(whole[foot..foot + 4].try_into().expect("four bytes"));

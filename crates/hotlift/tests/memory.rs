@@ -1,7 +1,7 @@
 //! The options bound the memory that a source can make a relay allocate, whatever it sends.
 //!
-//! Each test is its own process: the kernel reports the peak memory of the whole process. What glibc keeps from an earlier
-//! test, and its adapted thresholds, would distort the result.
+//! Each test needs its own process: the kernel reports the peak memory of the whole process. Memory that glibc keeps from an
+//! earlier test, and thresholds that it has adapted, would distort the result.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -29,7 +29,7 @@ const MIB: u64 = 1 << 20;
 /// Count of pages in a packet.
 const PAGES: u64 = 128;
 
-/// Memory of a relay itself: stacks, its own buffers, what the allocator keeps.
+/// Memory of a relay itself: stacks, its own buffers, and memory that the allocator keeps.
 const ITS_OWN: u64 = 24 * MIB;
 
 /// Memory of a channel's thread and decoder, plus two packets in transit, 516 KiB each.
@@ -62,7 +62,7 @@ fn relayed(
     };
     let listener = address.listen().unwrap();
     let outcome = std::thread::scope(|scope| {
-        // Dropped with the pending connections: their threads wait for the end of each connection.
+        // Dropped at the end of this scope, with the pending connections, for whose end their threads wait.
         let listener = listener;
         for bytes in &connections {
             let mut ours = UnixStream::connect(&socket).unwrap();
@@ -147,7 +147,7 @@ fn zstd_channels(count: u8, window_log: u8) -> Vec<Vec<u8>> {
     std::iter::once(main).chain(channels).collect()
 }
 
-/// Returns the memory limit of a relay with these options, its own included.
+/// Returns the stated limit of a relay's memory with these options, with [`ITS_OWN`].
 fn stated(channels: u64, memory_limit: u64) -> u64 {
     let workers = u64::from(StreamOptions::default().channels());
     ITS_OWN + memory_limit + channels * MIB + (channels + workers) * PER_CHANNEL

@@ -24,7 +24,7 @@ mod recording;
 const PAGES: usize = 8;
 const MACHINE: &str = "older-1.0";
 
-/// Longer than any step takes on any machine.
+/// Time limit of a step; longer than any step takes on any machine.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// RAM of a destination that waits for a migration.
@@ -194,7 +194,7 @@ fn deltas_and_compressed_pages_become_pages() {
         let (old, new, packed) = (page(1), page(7), page(200));
         let (guest, outcome) = receive_records(&options, |encoder, out| {
             encoder.normal_page(0, 0, &old, out).expect("encode");
-            // To a page that was sent, to one that was not, and again.
+            // A delta to a page that was sent, one to a page that was not, and one that undoes the first.
             let mut delta = Vec::new();
             let mut half = old;
             half[1000..2000].copy_from_slice(&new[1000..2000]);
@@ -278,7 +278,7 @@ fn a_record_that_does_not_decode_is_refused_with_its_page() {
             encoder
                 .compressed_page(0, 4096, &short, out)
                 .expect("encode");
-            // The following good pages must not hide it.
+            // The good pages after it must not hide the bad one.
             for _ in 0..500 {
                 let good = compressed(&page(1));
                 encoder

@@ -85,7 +85,7 @@ pub enum FileError {
         /// Version that this side reads and writes.
         own: u32,
     },
-    /// Its description of itself cannot be read.
+    /// The description in it cannot be read.
     #[error("cannot read the save file's description")]
     Info {
         /// Error of the JSON reader.
@@ -222,10 +222,10 @@ pub enum ServerError {
     /// The connection broke.
     #[error("the connection to its server broke")]
     Connection(#[source] io::Error),
-    /// The other side has closed it.
+    /// The other side has closed the connection.
     #[error("its server closed the connection")]
     Closed,
-    /// The server cannot send it now, and may later.
+    /// The server cannot send the file now, but may do so later.
     #[error("its server cannot serve it now: {reason}")]
     NotNow {
         /// The server's message.

@@ -61,7 +61,7 @@ pub enum MigrationError {
         #[source]
         source: Box<TlsError>,
     },
-    /// One connection could not be opened, although others of the migration were.
+    /// A connection could not be opened, although other connections of the migration were.
     #[error("cannot open {channel}")]
     Opening {
         /// The connection.
@@ -275,8 +275,8 @@ pub enum MigrationError {
         #[source]
         source: Box<MigrationError>,
     },
-    /// The destination had everything and was instructed to run the guest, and then no statement came back. The guest is paused
-    /// here: to resume it could make two of it.
+    /// The destination had everything and was instructed to run the guest, but made no statement after that. The guest is
+    /// paused here: if it were resumed, it could run twice.
     #[error(
         "the destination received the whole guest and the request to run it, but did not confirm: the guest is left paused \
          here; resume it only if it does not run there"
@@ -341,7 +341,7 @@ impl MigrationError {
         }
     }
 
-    /// Returns the error of a `method` that no QEMU has, with a QEMU as the destination.
+    /// Returns the error of a `method` that QEMU does not have, if the destination is a QEMU.
     pub(crate) fn not_qemus(method: Method) -> Self {
         Self::Mismatch {
             what: "multifd-compression".to_owned(),
@@ -350,7 +350,8 @@ impl MigrationError {
         }
     }
 
-    /// Returns true if the cause is a damaged file, whose bytes are not those that were written.
+    /// Returns true if the cause is damaged data: bytes of a file that are not those that were written, or a packet that does
+    /// not decode.
     #[must_use]
     pub fn is_damage(&self) -> bool {
         match self {

@@ -88,13 +88,13 @@ pub(crate) struct DestinationHandover {
 #[derive(Debug)]
 struct State {
     side: DestinationSide,
-    /// State of the guest here, for the source.
+    /// The guest's run state here, for the source.
     activity: GuestActivity,
-    /// Connections that can still bring the source's commit.
+    /// Count of connections that can still bring the source's commit.
     open: usize,
     /// True if the source was, or may have been, informed that all is loaded: it may ask.
     source_may_ask: bool,
-    /// Postcopy only: all pages are here.
+    /// Postcopy only: true if all pages are here.
     has_all: bool,
     /// True if the source has confirmed that it knows the outcome.
     is_confirmed: bool,
@@ -123,7 +123,7 @@ impl DestinationHandover {
         self.state.lock()
     }
 
-    /// Does a step of the machine, and wakes the waiting threads.
+    /// Performs a step of the state machine, and wakes the waiting threads.
     fn step<T>(&self, step: impl FnOnce(&mut DestinationSide) -> T) -> T {
         let (outcome, is_new) = self.state.change(|state| {
             let before = state.side;
@@ -134,7 +134,7 @@ impl DestinationHandover {
             (outcome, state.side != before)
         });
         if is_new {
-            // The reader of main checks whether another connection has brought the source's commit.
+            // Wakes the reader of main, which then checks whether another connection has brought the source's commit.
             self.life.wake();
         }
         outcome
@@ -144,7 +144,7 @@ impl DestinationHandover {
         self.lock().side
     }
 
-    /// Returns the time at which the guest ran here.
+    /// Returns the time at which the guest began to run here; `None` before.
     pub(crate) fn run_since(&self) -> Option<Instant> {
         self.lock().run_since
     }
@@ -160,7 +160,7 @@ impl DestinationHandover {
         self.step(DestinationSide::loaded)
     }
 
-    /// Records that all pages of a postcopy are here. A source that has confirmed that the guest runs does not know this yet.
+    /// Records that all pages of a postcopy are here. Withdraws the source's confirmation, which was only that the guest runs.
     pub(crate) fn all_pages_arrived(&self) {
         let mut state = self.lock();
         state.has_all = true;
@@ -177,12 +177,12 @@ impl DestinationHandover {
         self.step(DestinationSide::record_run);
     }
 
-    /// Sets the state of the guest here, which the source may learn. Called before [`DestinationHandover::record_run`].
+    /// Sets the guest's run state here, which the source may learn. Must be called before [`DestinationHandover::record_run`].
     pub(crate) fn record_activity(&self, activity: GuestActivity) {
         self.lock().activity = activity;
     }
 
-    /// Returns the state of the guest here, as far as the source may know it.
+    /// Returns the guest's run state here, for the source.
     pub(crate) fn activity(&self) -> GuestActivity {
         self.lock().activity
     }
@@ -202,7 +202,7 @@ impl DestinationHandover {
         self.step(DestinationSide::abandon)
     }
 
-    /// See [`DestinationSide::outcome_query`].
+    /// See [`DestinationSide::ask`]. In postcopy, the answer also states whether all pages are here.
     pub(crate) fn ask(&self) -> Outcome {
         match self.step(DestinationSide::ask) {
             Outcome::Runs if self.lock().has_all => Outcome::HasAll,

@@ -44,8 +44,8 @@
 //! QEMU that sends SHUT(0) and does not answer over QMP has the guest: TAKEN. Later QMP results travel beside the stream. If
 //! the destination ended that QEMU, and it never ran the guest, the source takes the guest back out of MOVED.
 //!
-//! So the source takes the guest back only after that QEMU was seen to end. A QEMU that was continued before its end has
-//! changed the disks: then the destination's side is UNSURE, and the source in DOUBT.
+//! So the source takes the guest back only after that QEMU was seen to end. If a `cont` made the QEMU run the guest before its
+//! end, the guest has changed the disks: then the destination's side is UNSURE, and the source in DOUBT.
 //!
 //! A postcopy commits earlier, and ends later:
 //!
@@ -61,7 +61,7 @@
 //! ```
 //!
 //! Up to SERVING the source owns the guest. After that the guest never runs at the source again, unless the destination states
-//! that it never ran there. The source releases it only when the destination has all of its pages. A lost connection leaves the
+//! that it never ran there. The source keeps its pages until the destination has all of them. A lost connection leaves the
 //! migration `postcopy-paused` until another connection replaces it, an answer states that all pages arrived, or the operator
 //! cancels. A cancel, once the guest is known to run there, ends the migration with PAGES LOST. A QEMU answers no question, and
 //! may send SHUT(1) for a guest that has run.

@@ -1,4 +1,4 @@
-//! Carries out the source's question about its guest, on connections of their own.
+//! The source's questions about its guest, each on a separate connection to the destination.
 
 use std::io::Write;
 use std::thread;
@@ -14,9 +14,9 @@ use crate::remote::Remote;
 /// Time limit for informing a destination of a migration that ended before the commit.
 const NOT_COMMITTED_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Waits for `timeout` for the destination's statement, and for the guest's run state there. The statement comes on the
-/// stream, or as the answer to a question, where `to_ask` names a peer. `on_stream` waits for the stream up to a time, and less
-/// if the stream has ended. Nothing cancels this wait: the guest may run.
+/// Waits up to `timeout` for the destination's statement, with the guest's run state there. The statement arrives on the
+/// stream or, if `to_ask` names a peer, as the answer to a question. `on_stream` waits for a statement on the stream up to the
+/// given time; it returns early if the stream has ended. Nothing cancels this wait: the guest may run.
 pub(crate) fn await_statement(
     timeout: Duration,
     to_ask: Option<(&Remote, MigrationId)>,
@@ -70,7 +70,8 @@ pub(crate) fn query_once(
     statement
 }
 
-/// Confirms to the destination that its statement arrived. Otherwise the destination waits for a question in vain.
+/// Confirms to the destination that its statement arrived. Without the confirmation, the destination keeps waiting for
+/// questions.
 pub(crate) fn confirm_outcome(mut stream: &Stream, id: MigrationId) {
     let _ = stream.write_all(&confirmation(id));
 }

@@ -1,5 +1,5 @@
-//! State of the guest in a QEMU after the end of its stream, from the QEMU's statement there and from QMP. No I/O and no clock;
-//! `ends/stream_sink` carries it out.
+//! State of the guest in a destination's QEMU after the commit, from the QEMU's statement on the stream and from QMP. No I/O
+//! and no clock; `ends/stream_sink` carries it out.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use crate::handover::DestinationStatement;
 /// Time without a statement after the commit, before QMP is asked.
 const QMP_DELAY: Duration = Duration::from_secs(5);
 
-/// Time limit for a QEMU that claims the guest to confirm its state over QMP. After that its statement counts.
+/// Time limit for QMP to confirm the statement of a QEMU on the stream. After that the statement alone counts.
 const CONFIRMING: Duration = Duration::from_secs(10);
 
 /// State of the guest at the destination after the commit, according to QMP.
@@ -27,7 +27,7 @@ pub enum QemuGuestState {
     Unknown,
 }
 
-/// The wait for both statements, from the commit on.
+/// The wait for the QEMU's statement and for QMP, from the commit on.
 #[derive(Debug)]
 pub(crate) struct OwnershipWait {
     committed: Instant,
@@ -51,7 +51,7 @@ impl OwnershipWait {
         self.timeout.min(QMP_DELAY)
     }
 
-    /// Takes a statement of the stream, if there is one; the first one counts.
+    /// Stores a statement of the stream, if there is one. The first statement counts.
     pub(crate) fn state(&mut self, statement: Option<DestinationStatement>) {
         self.statement = self.statement.or(statement);
     }
@@ -71,7 +71,7 @@ impl OwnershipWait {
         waited < limit
     }
 
-    /// Returns the combined result of both sources; `None` while it is open.
+    /// Combines the state over QMP (`taken`) with the statement of the stream; `None` while the result is open.
     pub(crate) fn combine(
         &self,
         taken: QemuGuestState,

@@ -1,6 +1,5 @@
-//! The question about a guest whose destination made no statement, on both sides: when the source asks, what an answer
-//! means, and until when the destination answers. No I/O and no clock; `outcome_query` and `stream::serve_queries` carry it
-//! out.
+//! The question about a guest whose destination made no statement: when the source asks, what an answer means, and how long
+//! the destination answers. No I/O and no clock: `outcome_query` asks, and `stream::serve_queries` answers.
 
 use std::time::{Duration, Instant};
 
@@ -24,8 +23,8 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// some milliseconds are usual.
 const QUERY_DELAY: Duration = Duration::from_secs(5);
 
-/// Time for which a cancelled destination still answers: a source that lost its connections asks at once, and keeps its
-/// guest paused without an answer.
+/// Time for which a cancelled destination still answers. A source that lost its connections asks at once; without an answer
+/// it would leave its guest paused.
 const CANCELLED: Duration = Duration::from_secs(10);
 
 /// Next step of a source that waits for the destination's statement.
@@ -35,7 +34,7 @@ pub(crate) enum Step {
     Listen(Duration),
     /// Asks on another connection, within this time.
     Ask(Duration),
-    /// Waits for this time, whatever happens on the stream: it may have ended.
+    /// Waits for this whole time, also if the stream has ended.
     Pause(Duration),
 }
 
@@ -44,7 +43,7 @@ pub(crate) enum Step {
 pub(crate) struct Question {
     until: Instant,
     attempt: Duration,
-    /// The step that comes next; none once the destination cannot be asked.
+    /// The next step; `None` after the last.
     next: Option<Step>,
     takes_questions: bool,
 }
@@ -79,7 +78,7 @@ impl Question {
         let step = self.next.take()?;
         let left = self.until.saturating_duration_since(now);
         let (step, then) = match step {
-            // Data that arrived before the limit counts.
+            // Also with no time left: a statement that has arrived by then counts.
             Step::Listen(wait) => (Step::Listen(wait.min(left)), Step::Ask(self.attempt)),
             _ if left.is_zero() => return None,
             Step::Ask(wait) => (Step::Ask(wait.min(left)), Step::Pause(PAUSE)),
@@ -119,7 +118,7 @@ pub(crate) struct AnswerPeriod {
 }
 
 impl AnswerPeriod {
-    /// Starts the time in which the source may ask for `timeout`.
+    /// Starts the period: the source may ask for `timeout` from now on.
     pub(crate) fn new(now: Instant, timeout: Duration) -> Self {
         Self {
             until: now + timeout,

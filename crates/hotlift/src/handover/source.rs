@@ -84,7 +84,7 @@ impl SourceSide {
         self.step(&[Self::Keeps], Self::Serving { runs: false })
     }
 
-    /// Records that the destination of a postcopy has all pages. Only then the source's pages are no longer needed.
+    /// Records that the destination of a postcopy has all pages. Until then the source's pages are needed.
     pub(crate) fn all_pages_arrived(&mut self) -> bool {
         let serving = [true, false].map(|runs| Self::Serving { runs });
         self.step(&serving, Self::Ended(SourceOutcome::Moved))

@@ -28,8 +28,8 @@ impl SourceHandover {
     }
 
     /// Keeps `error` if it is the first. Returns true if it ends the migration. After [`SourceHandover::commit`] it does not:
-    /// the destination may run the guest, an open connection may bring its statement, and a failure after a refusal is not the
-    /// reason.
+    /// the destination may run the guest, and an open connection may still bring its statement. A failure after a refusal is
+    /// not the cause.
     pub(crate) fn fail(&self, error: MigrationError) -> bool {
         let mut failure = self.failure.lock();
         let mut side = self.side();
@@ -57,7 +57,7 @@ impl SourceHandover {
         self.give(may, SourceSide::commit)
     }
 
-    /// Does the same for a postcopy, see [`SourceSide::serve`].
+    /// Passes the point of no return of a postcopy, as [`SourceHandover::commit`] does; see [`SourceSide::serve`].
     pub(crate) fn serve(&self, may: impl FnOnce() -> bool) -> bool {
         self.give(may, SourceSide::serve)
     }

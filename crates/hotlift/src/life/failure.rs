@@ -27,7 +27,7 @@ impl Failure {
         self.lock().keep(error);
     }
 
-    /// Keeps the destination's reason for a failure, if it is the first one.
+    /// Keeps the destination's first reason for a failure.
     pub(crate) fn explain(&self, reason: String) {
         self.lock().reason.get_or_insert(reason);
     }
@@ -37,8 +37,8 @@ impl Failure {
         self.lock().is_set()
     }
 
-    /// Takes the error out, to be returned. The destination's reason replaces a lost or closed connection, which is its
-    /// consequence. (After a timeout here the destination only reports that it was left.)
+    /// Takes the error. If a connection was lost or closed, the destination's reason replaces the error, as its cause. (It does
+    /// not replace a timeout here: after that, the destination only reports that this side has left.)
     pub(crate) fn take(&self) -> Option<MigrationError> {
         let mut first = std::mem::take(&mut *self.lock());
         first.apply_reason();

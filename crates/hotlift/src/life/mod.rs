@@ -4,13 +4,13 @@
 //! |---|---|
 //! | [`wait_mutex`] | state that threads wait for |
 //! | [`wake_fd`] | a descriptor that wakes a poll |
-//! | [`failure`] | the first error, which ends it |
+//! | [`failure`] | the first error, which ends the lifetime |
 //! | [`threads`] | named threads: a panic is an error of the migration, CPU time is recorded |
 //!
 //! Three verbs end a lifetime: [`Life::cancel`] asks, [`Life::fail`] keeps the first error and closes, [`Life::close`]
 //! releases every wait.
 //!
-//! This module depends on errors only: it knows no stream, option or status.
+//! Of the engine's other modules it uses only `error`, `figures` and `lock`: no QEMU stream, option or status.
 
 pub(crate) mod failure;
 pub(crate) mod threads;
@@ -42,7 +42,7 @@ struct Shared {
     cancelled: AtomicBool,
     closed: AtomicBool,
     failure: Failure,
-    /// Count of the changes that waits must check.
+    /// Count of changes; a wait checks its condition at each.
     changes: AtomicU64,
     waits: Mutex<Vec<Weak<dyn Wake>>>,
     clock: Clock,
@@ -96,8 +96,8 @@ impl Default for Life {
 }
 
 impl Life {
-    /// Asks the migration to end, and ends all sleeps. The thread that decides about the guest closes the lifetime, unless it
-    /// is too late.
+    /// Asks the migration to end, and ends all sleeps. The thread that decides about the guest then closes the lifetime, unless
+    /// the cancel came too late.
     pub(crate) fn cancel(&self) {
         self.shared.cancelled.store(true, Ordering::Release);
         self.wake();
@@ -109,7 +109,7 @@ impl Life {
         self.close();
     }
 
-    /// The first error of the migration.
+    /// Returns the place of the migration's first error.
     pub(crate) fn failure(&self) -> &Failure {
         &self.shared.failure
     }
@@ -193,7 +193,7 @@ impl Life {
 struct Clock {
     #[cfg(test)]
     ahead: Mutex<Duration>,
-    /// Time at which it was stopped.
+    /// Time at which the clock was stopped.
     #[cfg(test)]
     stopped: Mutex<Option<Instant>>,
 }

@@ -46,7 +46,7 @@ impl<T> RunningThread<'_, T> {
 pub(crate) struct ThreadTimes(Mutex<Vec<ThreadCpu>>);
 
 impl ThreadTimes {
-    /// Starts a thread with a name of up to 15 bytes. `failed` receives the error of its work; a panic counts as one.
+    /// Starts a thread with a name of up to 15 bytes. `failed` receives the error of `work`; a panic counts as an error.
     pub(crate) fn spawn<'scope>(
         &'scope self,
         scope: &'scope thread::Scope<'scope, '_>,
@@ -80,7 +80,7 @@ impl ThreadTimes {
     }
 }
 
-/// Runs a part of this thread's work, whose panic becomes its error.
+/// Runs `work` on this thread; a panic becomes an error.
 pub(crate) fn caught<T, E: From<MigrationError>>(
     work: impl FnOnce() -> Result<T, E>,
 ) -> Result<T, E> {
@@ -98,7 +98,7 @@ pub(crate) fn lower_priority() {
     let _ = setpriority_process(None, NICE);
 }
 
-/// A thread whose remaining work no other thread waits for, from some moment on.
+/// Priority of a thread whose work is awaited at first, and later not any more.
 #[derive(Debug, Default)]
 pub(crate) struct DetachableThread {
     is_lowered: bool,

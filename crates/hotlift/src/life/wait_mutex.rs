@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::life::{Changes, Life, Wake};
 use crate::lock::lock;
 
-/// A mutex with a condition variable that changes of a lifetime wake, so that no wait needs a tick.
+/// A mutex with a condition variable. Changes of a lifetime wake it, so that no wait polls.
 pub(crate) struct WaitMutex<T> {
     changes: Changes,
     inner: Arc<Inner<T>>,
@@ -31,7 +31,7 @@ impl<T> std::fmt::Debug for WaitMutex<T> {
 
 impl<T: Send> Wake for Inner<T> {
     fn wake(&self, _: bool) {
-        // Takes the lock under which a wait checks its condition: no wait is between its check and its sleep.
+        // A wait holds this lock from its check to its sleep: once it is free, no wait can miss the notification.
         drop(lock(&self.state));
         self.changed.notify_all();
     }
@@ -75,8 +75,8 @@ impl<T: Send + 'static> WaitMutex<T> {
         self.changes.now()
     }
 
-    /// Waits as [`WaitMutex::wait_until`] does. Returns `None` once `timeout` is over since the beginning, and since the time
-    /// that `latest` returns for the state.
+    /// Waits as [`WaitMutex::wait_until`] does. Returns `None` once `timeout` has passed since the start of the wait, and since
+    /// the latest progress, whose time `latest` reads from the state.
     ///
     /// # Errors
     /// The error of `keep_waiting`.
@@ -100,8 +100,8 @@ impl<T: Send + 'static> WaitMutex<T> {
         }
     }
 
-    /// Waits until `done` returns a value for the state; `None` once `deadline` is over. Calls `keep_waiting` without the lock
-    /// before it sleeps, and at each change of the lifetime: a state that is reached already counts first.
+    /// Waits until `done` returns a value for the state; returns `None` once `deadline` is over. Calls `keep_waiting`, without
+    /// the lock, before it sleeps and at each change of the lifetime, but only after a call of `done` without a value.
     ///
     /// # Errors
     /// The error of `keep_waiting`.

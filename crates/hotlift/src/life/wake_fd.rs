@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use crate::life::{Life, Wake};
 
-/// A descriptor that is readable after each change of a lifetime, so that a poll needs no tick.
+/// A descriptor that is readable after each change of a lifetime, so that a poll needs no timeout for it.
 #[derive(Debug)]
 pub struct WakeFd(Arc<Counter>);
 
@@ -43,7 +43,7 @@ impl WakeFd {
         self
     }
 
-    /// Ends a connection attempt at the change that makes `when` true.
+    /// Returns a stop condition for a connection attempt, which ends at the change that makes `when` true.
     pub(crate) fn stop<'a>(&'a self, when: &'a dyn Fn() -> bool) -> Stop<'a> {
         let wake_fd = Some(self.as_fd());
         Stop { wake_fd, when }

@@ -12,8 +12,8 @@
 //! the destination has loaded everything, and sends the commit on every socket. After it the guest runs here again only if the
 //! destination states that it never runs it.
 //!
-//! With `postcopy-ram`, once postcopy is requested, the present round is the last that the guest runs through here, however
-//! much it leaves: see `postcopy`.
+//! With `postcopy-ram`, once postcopy is requested, the guest is stopped after the present round, however many pages are left:
+//! see `postcopy`.
 
 mod postcopy;
 
@@ -51,8 +51,8 @@ use crate::status::{MigrationEvent, Status};
 use crate::stream::handshake;
 use crate::tls;
 
-/// Most rounds that a migration of the shortest downtime adds where it could switch over. Each must halve the rest, and 2^8 is
-/// more than lies between a limit of seconds and a thread's wake-up.
+/// Most rounds that goal `shortest-downtime` adds once the rest fits the downtime limit. Each must halve the rest: after eight,
+/// a rest that took seconds takes only about as long as the wake-up of a thread.
 const SHORTENING_ROUNDS: u64 = 8;
 
 /// Migrates the running `guest` to the Hotlift or QEMU that listens at `to`, and returns when the guest runs there. Blocks the
@@ -198,9 +198,9 @@ struct Migration<'a> {
     round: u64,
     /// With `postcopy-preempt`: connection for requested pages.
     preempt: Option<Stream>,
-    /// In postcopy: every page was sent over one connection or another, and END may have arrived.
+    /// In postcopy: all pages were sent, over one or more connections, and END may have arrived.
     sent_all: bool,
-    /// Reason why the guest does not run here as before.
+    /// Error of the attempt to make the guest run here again.
     not_restored: Option<MigrationError>,
 }
 
@@ -229,14 +229,14 @@ impl Migration<'_> {
             }
         };
         session.end(ended);
-        // In QEMU's order: the outcome, and then that the guest runs.
+        // In QEMU's order of events: first the outcome, then that the guest runs again.
         session
             .control
             .set_status(match session.control.is_cancelled() {
                 true => Status::Cancelling,
                 false => Status::Failed,
             });
-        // Before the wait for the destination's reason, because the guest is paused.
+        // Resumes before the wait for the destination's reason, because the guest is paused.
         self.not_restored = self.give_back().err();
         Err(MigrationError::Cancelled)
     }
@@ -249,7 +249,7 @@ impl Migration<'_> {
         self.session.control.set_status(Status::Active);
         let switch = self.rounds()?;
         if let SwitchoverKind::Postcopy = switch {
-            // While the guest still runs.
+            // Connects while the guest still runs, to keep this out of the downtime.
             self.preempt = self.connect_preempt(&self.source.out.to)?;
         }
         let stopped_at = Instant::now();
@@ -317,7 +317,7 @@ impl Migration<'_> {
             if self.estimator.time_for(pending).is_some_and(fits) {
                 let before = fitted.replace(pending);
                 let rests = |before| pending > before / 2;
-                // The pages have fitted in each of those rounds.
+                // Rounds since the pages first fitted; they have fitted after each of them.
                 let tries = self.round - *first_fit.get_or_insert(self.round);
                 let keep_waiting = live.stream.goal == Goal::ShortestDowntime
                     && !before.is_some_and(rests)

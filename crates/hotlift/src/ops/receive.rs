@@ -24,17 +24,16 @@ use crate::pipe::session::Session;
 use crate::pipe::settings::RelaySettings;
 use crate::stream::handshake;
 
-/// Most threads that populate RAM: they use up the memory bandwidth.
+/// Most threads that populate RAM: this many already use all of the memory bandwidth.
 const POPULATE_THREADS: usize = 8;
 
 /// Waits at `listener` for one migration into `guest`, which has not run. Returns when the guest runs here and its source knows
-/// it. Waits for a silent source as long as it may ask: `handshake_timeout` and `settle_timeout` of the limits. The guest runs
-/// in the meantime, as `control` reports at once.
+/// this, or when the source may not ask any more: after `handshake_timeout` plus `settle_timeout` of the limits. The guest
+/// already runs in the meantime; `control` reports this at once.
 ///
 /// # Errors
-/// [`MigrationError::PagesMissing`] for a guest that runs here, and waits for pages that will not come, because of a cancel
-/// while its source was lost. After any other [`MigrationError`] the guest does not run here; its RAM and devices must be
-/// discarded.
+/// [`MigrationError::PagesMissing`] after a cancel while the source was lost: the guest runs here, and waits for pages that
+/// will not come. After any other [`MigrationError`] the guest does not run here; its RAM and devices must be discarded.
 pub fn receive(
     guest: &dyn Guest,
     listener: Listener,
@@ -92,7 +91,7 @@ fn run(
     let (source, since, accept_loop) = accept::accept(accept_loop, guest.uuid(), options, control)?;
     let channels = source.multifd.len();
     let memory = options.limits.memory(channels);
-    // Larger packets than QEMU's have larger payloads.
+    // `CHANNEL_MEMORY` covers the payloads of QEMU's packets; larger packets have larger payloads.
     let larger = source.layout.max_payload().saturating_sub(CHANNEL_MEMORY);
     memory.raise(channels * larger);
     let sink = GuestSink::new(guest, options, control, source);

@@ -97,11 +97,11 @@ pub struct OptionInfo {
     pub live: bool,
     /// Section of help that shows it.
     pub group: Group,
-    /// Roles that do not take it, in addition to those that its group excludes.
+    /// Roles that do not take this option, in addition to the roles that its group excludes.
     pub not_for: &'static [NotFor],
-    /// Defaults of roles that are not [`OptionInfo::default`].
+    /// Defaults that differ from [`OptionInfo::default`], by role.
     pub defaults: &'static [RoleDefault],
-    /// Option without which it has no effect. QMP accepts it all the same, as QEMU does, because the other may be set later.
+    /// Option without which this one has no effect. QMP does not check this, as QEMU does not: the other may be set later.
     pub with: Option<With>,
     /// Its effect, in one line.
     pub help: &'static str,
@@ -128,10 +128,10 @@ impl OptionInfo {
         (self.access.read)(options)
     }
 
-    /// Returns the value that `text` is.
+    /// Parses `text` as a value of this option.
     ///
     /// # Errors
-    /// [`OptionError::Value`], with the option's values.
+    /// [`OptionError::Value`], with the values that the option accepts.
     pub fn parse(&self, text: &str) -> Result<Value, OptionError> {
         self.values.parse(text).ok_or_else(|| OptionError::Value {
             name: self.name,
@@ -143,7 +143,7 @@ impl OptionInfo {
         })
     }
 
-    /// Returns the default, as it would be typed.
+    /// Returns the default as text, as an operator would type it.
     #[must_use]
     pub fn default(&self) -> String {
         self.values.typed(&self.read(&Options::default()))
@@ -178,7 +178,7 @@ impl Options {
         Ok(())
     }
 
-    /// Sets an option to a value of its own.
+    /// Sets an option to a value from its own [`OptionInfo::parse`] or [`OptionInfo::read`].
     pub fn store(&mut self, option: &OptionInfo, value: Value) {
         (option.access.store)(self, value);
     }
@@ -201,7 +201,7 @@ mod tests {
         for option in OPTIONS {
             options.set(option.name, &option.default()).unwrap();
         }
-        // Unset, it depends on the others; set, it is the given value.
+        // Unset, `multifd` depends on other options; above it was set to its default.
         assert_eq!(
             options.stream.multifd.take(),
             Some(options.stream.multifd())

@@ -1,6 +1,6 @@
-//! The options of a migration by subject: fields, defaults, and the checks that they go together. A role has the subjects that
-//! it uses: a relay [`StreamOptions`] and [`Limits`], a side whose source decides all else [`Limits`] and [`TlsOptions`], a
-//! guest all ([`Options`]).
+//! The options of a migration by subject: fields, defaults, and the checks that they go together. Each role uses some subjects:
+//! a guest all ([`Options`]), a relay [`StreamOptions`] and [`Limits`], and a side whose source decides everything else
+//! [`Limits`] and [`TlsOptions`].
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use super::values::{AccelPath, Goal, Value, ZeroPageDetection};
 use super::{CHANNEL_MEMORY, MAX_PACKET_SIZE, OptionError, With};
 use crate::accelerators::HARDWARE;
 
-/// Declares structs whose fields have a default each.
+/// Declares structs with a default for each field.
 macro_rules! options {
     ($(
         $(#[$about:meta])*
@@ -173,9 +173,9 @@ options! {
         pub trigger_threshold: u8 = 50,
         /// Share that is taken from the vCPUs at first, 1 to 99 %.
         pub initial: u8 = 20,
-        /// Share that is added each time, 1 to 99 %.
+        /// Share that each further step adds, 1 to 99 %.
         pub increment: u8 = 10,
-        /// True if no more is added than is needed, at the end.
+        /// True if a step adds no more than is needed.
         pub tailslow: bool = false,
         /// Largest share that is taken, 1 to 99 %.
         pub max: u8 = 99,
@@ -206,7 +206,7 @@ options! {
     }
 }
 
-/// Refuses `option` if it `lacks` what it needs.
+/// Returns an error if `option` lacks what it `needs`.
 fn refuse(lacks: bool, option: impl Into<String>, needs: &'static str) -> Result<(), OptionError> {
     if !lacks {
         return Ok(());
@@ -301,14 +301,14 @@ impl StreamOptions {
         )
     }
 
-    /// Checks a required accelerator. `detects_zero_pages` is true if devices do, which are opened later.
+    /// Checks a required accelerator. `detects_zero_pages` is true if devices detect zero pages; they are opened later.
     fn check_accelerator(&self, detects_zero_pages: bool) -> Result<(), OptionError> {
         let method = self.multifd_compression;
         if !matches!(self.accelerator, Accelerator::Required(_)) {
             return Ok(());
         }
         let Some(device) = method.hardware else {
-            // Method none may still be one end of a relay whose other end has an accelerator.
+            // A relay may send with method none, and use the accelerator for the method that it receives.
             let is_other = detects_zero_pages || (method.flag == 0 && !self.compress);
             return refuse(
                 !is_other,
@@ -468,8 +468,8 @@ impl Limits {
         MemoryLimit::new(limit.saturating_add(channels * CHANNEL_MEMORY))
     }
 
-    /// Returns how long a source may ask about its guest, from the moment when it was informed that all is loaded. It may
-    /// commit while it waits for that message, and asks from then on.
+    /// Returns how long a source may ask about its guest, from the moment when this side sent that all is loaded. The message
+    /// may take up to `handshake_timeout`; the source then commits, and asks for up to `settle_timeout`.
     pub(crate) fn time_for_questions(&self) -> Duration {
         self.handshake_timeout + self.settle_timeout
     }

@@ -77,7 +77,7 @@ pub enum QmpRefusal {
         /// The name as given.
         name: String,
     },
-    /// Not a number, or outside the range.
+    /// The value is not a number, or is outside the range.
     #[error("Parameter '{name}' expects {expected}")]
     Expects {
         /// The option's name; with underscores where QEMU has them.
@@ -85,7 +85,7 @@ pub enum QmpRefusal {
         /// The values that it accepts.
         expected: Cow<'static, str>,
     },
-    /// Not one of the names that it accepts.
+    /// The value is not one of the names that the option accepts.
     #[error("Parameter '{name}' does not accept value '{got}'")]
     NotAccepted {
         /// The option's name, or `capability`.
@@ -93,7 +93,7 @@ pub enum QmpRefusal {
         /// The value as given.
         got: String,
     },
-    /// JSON of another type.
+    /// The value is JSON of another type.
     #[error("Invalid parameter type for '{name}', expected: {expected}")]
     Type {
         /// The option's name, with the index in a list.
@@ -101,7 +101,7 @@ pub enum QmpRefusal {
         /// JSON's name of the type.
         expected: &'static str,
     },
-    /// Not a size, where QEMU's HMP reads bandwidths.
+    /// The value of a bandwidth option over HMP is not a size.
     #[error("Invalid size {got}")]
     Size {
         /// The text as typed.
@@ -111,7 +111,7 @@ pub enum QmpRefusal {
 
 /// QEMU's ranges whose wording differs from "a value between LOWEST and HIGHEST".
 const WORDINGS: &[(&str, &str)] = &[
-    // QEMU refuses 0, and names this range all the same.
+    // QEMU refuses 0, although its message includes 0 in the range.
     ("announce-step", "a value between 0 and 10000"),
     (
         "throttle-trigger-threshold",
@@ -212,7 +212,7 @@ impl OptionInfo {
         }
     }
 
-    /// Returns true for bytes a second, which QEMU's HMP takes in MiB/s.
+    /// Returns true for an option in bytes a second, which QEMU's HMP reads in MiB/s.
     #[must_use]
     pub fn is_bandwidth(&self) -> bool {
         self.values == Values::Size && self.unit == "bytes/s"
@@ -225,7 +225,7 @@ impl OptionInfo {
         }
     }
 
-    /// Returns the same with underscores: QEMU names parameters with underscores in range errors.
+    /// Returns the refusal of a value outside the range. It names the option with underscores, as QEMU's range errors do.
     fn out_of_range(&self) -> QmpRefusal {
         let wording = WORDINGS.iter().find(|(name, _)| *name == self.name);
         let expected = wording.map_or_else(
@@ -331,7 +331,7 @@ impl Options {
         Ok(())
     }
 
-    /// Sets the option that a name of [`OLDER_NAMES`] sets along with its own.
+    /// Sets the additional option of a name of [`OLDER_NAMES`], if it has one.
     pub(super) fn set_along(&mut self, name: &str) {
         let older = OLDER_NAMES.iter().find(|older| older.name == name);
         if let Some((name, value)) = older.and_then(|older| older.also) {

@@ -12,13 +12,13 @@ pub enum Role {
     Guest,
     /// A relay that the operator controls: `relay`.
     Relay,
-    /// A relay beside a QEMU, which it makes migrate: `migrate`.
+    /// A relay beside a QEMU, whose migration it starts: `migrate`.
     Migrate,
-    /// The same, into a file: `save`.
+    /// As `Migrate`, but into a file: `save`.
     Save,
     /// A relay before a QEMU that waits for a guest: `serve`.
     Receive,
-    /// The same, out of a file: `restore`.
+    /// As `Receive`, but from a file: `restore`.
     Restore,
 }
 
@@ -64,7 +64,7 @@ pub enum Group {
     TlsNames,
     /// Announcements of the guest at its destination.
     Announce,
-    /// Limits for a peer. With those of TLS, the only options of a role that [only receives](Role::only_receives).
+    /// Limits for a peer. A role that [only receives](Role::only_receives) takes only these and the TLS options.
     Limits,
     /// Options that change nothing of the migration itself.
     Others,
@@ -102,7 +102,7 @@ impl Group {
     }
 }
 
-/// Roles that do not take an option, or one of its values, and the alternative.
+/// Roles that do not take an option, or one of its values, with the alternative for them.
 #[derive(Debug, Clone, Copy)]
 pub struct NotFor {
     /// The roles.
@@ -126,7 +126,7 @@ impl NotFor {
 /// Default of some roles, which differs from the table's.
 #[derive(Debug, Clone, Copy)]
 pub struct RoleDefault {
-    /// Roles that have it; of several rows, the first with the role counts.
+    /// Roles that have this default. If a role is in several rows, the first row counts.
     pub roles: &'static [Role],
     /// Value that is set where the option is not given; `None` sets nothing, and `help_text` describes the effect.
     pub value: Option<&'static str>,
@@ -191,7 +191,7 @@ impl OptionInfo {
         }
     }
 
-    /// Returns the same for one of its values, as it is typed.
+    /// Returns why `value`, as typed, is not for `role`, and the alternative; `None` if `role` takes it.
     #[must_use]
     pub fn value_refusal(&self, role: Role, value: &str) -> Option<&'static str> {
         self.row_of(role, Some(value))
@@ -221,7 +221,7 @@ impl OptionInfo {
         self.defaults.iter().find(|row| row.roles.contains(&role))
     }
 
-    /// Returns what the option lacks in `options` to have an effect; `None` if it lacks nothing.
+    /// Returns the setting that the option needs to have an effect and that `options` lack; `None` if they lack none.
     #[must_use]
     pub fn lacks(&self, options: &Options) -> Option<&'static str> {
         let with = self.with.filter(|with| !with.is_on(options))?;
@@ -245,7 +245,7 @@ mod tests {
             .collect();
         ranks.sort_unstable();
         let places: Vec<u8> = (1..=10).filter(|place| *place != 2).collect();
-        // The second is the level of the chosen method.
+        // Place 2 is that of the chosen method's level.
         assert_eq!(ranks, places);
     }
 

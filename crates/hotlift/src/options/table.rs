@@ -65,10 +65,10 @@ const fn number(lowest: u64, highest: u64) -> Values {
 /// Commands that connect to no other host.
 const LOCAL: &[Role] = &[Role::Save];
 
-/// Reason why they have no TLS.
+/// Reason why the commands of [`LOCAL`] have no TLS.
 const NO_HOST: &str = "it connects to no other host, and a save file is not encrypted";
 
-/// Commands that pass on the guest of a QEMU.
+/// Commands that pass on the stream of a QEMU.
 const RELAYS: &[Role] = &[Role::Relay, Role::Migrate, Role::Save];
 
 const SLOWS: &str = "the source's QEMU slows its guest down; set it there";
@@ -81,13 +81,13 @@ const NO_MONITOR: NotFor = NotFor::any(
     "it needs a monitor for 'migrate-start-postcopy'; 'hotlift guest run' has one",
 );
 
-/// Roles that do not set what both sides of a postcopy must have alike.
+/// Roles that do not set the options on which both sides of a postcopy must agree.
 const POSTCOPY: &[NotFor] = &[
     NO_MONITOR,
     NotFor::any(RELAYS, "both QEMUs must agree on it; set it there"),
 ];
 
-/// Returns a capability of QEMU that is off by default; rows set what differs.
+/// Returns a row with the common values, for a capability of QEMU; rows of the table override what differs.
 const fn capability(name: &'static str, access: Access) -> OptionInfo {
     OptionInfo {
         name,
@@ -105,7 +105,7 @@ const fn capability(name: &'static str, access: Access) -> OptionInfo {
     }
 }
 
-/// Returns the same for a parameter of QEMU.
+/// Returns a row with the common values, for a parameter of QEMU.
 const fn parameter(name: &'static str, access: Access) -> OptionInfo {
     OptionInfo {
         kind: Kind::Parameter,
@@ -113,7 +113,7 @@ const fn parameter(name: &'static str, access: Access) -> OptionInfo {
     }
 }
 
-/// Returns the same for an option that QEMU lacks.
+/// Returns a row with the common values, for an option that QEMU lacks.
 const fn ours(name: &'static str, access: Access) -> OptionInfo {
     OptionInfo {
         kind: Kind::Ours,
@@ -475,7 +475,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         not_for: &[NotFor {
             roles: RELAYS,
             value: Some("dsa-accel"),
-            // The pages come from a socket: a device would fetch them from memory.
+            // The CPU has just copied the pages from a socket; a device would read them from memory again.
             instead: "a relay has its pages in the CPU's cache, and detects zero pages itself",
         }],
         defaults: &[RoleDefault {

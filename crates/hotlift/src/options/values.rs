@@ -14,7 +14,7 @@ use crate::accelerators::HARDWARE;
 /// All modes of `zero-page-detection`, by QEMU's names: nowhere, in the migration thread, or in the channel threads. Zero pages
 /// are records of the main channel in the second mode, and listed in packets in the third.
 ///
-/// The last one is of a QEMU series that was not merged: as `multifd`, on the devices of `accel-path`.
+/// The last one, from a QEMU series that was not merged, is `multifd` with the devices of `accel-path`.
 pub const ZERO_PAGE_DETECTION: &[(&str, ZeroPageDetection, bool)] = &[
     ("none", ZeroPageDetection::None, false),
     ("legacy", ZeroPageDetection::Legacy, false),
@@ -22,14 +22,14 @@ pub const ZERO_PAGE_DETECTION: &[(&str, ZeroPageDetection, bool)] = &[
     ("dsa-accel", ZeroPageDetection::Multifd, true),
 ];
 
-/// All choices of `accelerator`, an option of ours: QEMU uses what it finds.
+/// All choices of `accelerator`, an option that QEMU lacks: QEMU uses the accelerator that it finds.
 pub static ACCELERATOR: [(&str, Accelerator); 3] = [
     ("auto", Accelerator::Auto(&HARDWARE)),
     ("off", Accelerator::Off),
     ("required", Accelerator::Required(&HARDWARE)),
 ];
 
-/// Optimization goal of a migration: `goal`, an option of ours.
+/// Optimization goal of a migration: `goal`, an option that QEMU lacks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Goal {
     /// Shortest total time.
@@ -193,7 +193,7 @@ impl fmt::Display for Value {
                     .find(|(_, one, on_devices)| (one, on_devices) == (mode, devices));
                 f.write_str(row.map_or("", |(name, ..)| name))
             }
-            // The accelerators themselves may be others than those of the table.
+            // Not by the table: the value may hold other accelerators than its rows.
             Self::Accelerator(Accelerator::Auto(_)) => f.write_str("auto"),
             Self::Accelerator(Accelerator::Off) => f.write_str("off"),
             Self::Accelerator(Accelerator::Required(_)) => f.write_str("required"),
@@ -209,7 +209,7 @@ impl fmt::Display for Value {
 }
 
 impl Values {
-    /// Parses a typed value; `None` if it is not one of these.
+    /// Parses a typed value; returns `None` for text that is not one of these values.
     #[must_use]
     pub fn parse(self, text: &str) -> Option<Value> {
         let size = |fits: &dyn Fn(u64) -> bool| {
@@ -318,7 +318,7 @@ pub fn parse_size(text: &str) -> Option<u64> {
     parse_size_in(text, 0)
 }
 
-/// Does the same; a number without a suffix is in units of `1 << shift` bytes.
+/// Parses as [`parse_size`] does, but a number without a suffix is in units of `1 << shift` bytes.
 pub(super) fn parse_size_in(text: &str, shift: u32) -> Option<u64> {
     // More digits than matter below 2^64, and few enough for 128 bits.
     const MAX_DIGITS: usize = 20;

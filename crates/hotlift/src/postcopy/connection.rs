@@ -35,7 +35,7 @@ pub(crate) struct Connection<'a, P> {
     pub main: &'a PriorityLock<MainSend>,
     pub link: Arc<MainLink>,
     pub answers: &'a Answers,
-    /// Connection for requested pages; without it they go out on main, before all others.
+    /// Connection for requested pages; without it they are sent on main, before all other pages.
     preempt: OnceLock<Preempt>,
     /// True once everything is written on main. Later answers only concern the other connection, which the destination ends.
     ended: AtomicBool,
@@ -175,8 +175,8 @@ impl<'a, P: Pages> Connection<'a, P> {
             order.is_waiting()
         });
         sent?;
-        // A waiting request comes first on main. The connection for requested pages takes no neighbours: the destination reads
-        // it until it has all requested pages.
+        // A waiting request comes first on main. Neighbours never use the connection for requested pages: the destination reads
+        // it only until it has all requested pages.
         if is_alone || (is_waiting && matches!(way, OutputPath::Main(_))) {
             return Ok(());
         }
@@ -233,7 +233,7 @@ impl<'a, P: Pages> Connection<'a, P> {
     }
 
     fn send_the_rest(&self) -> Result<(), MigrationError> {
-        // Without that connection this thread holds the lock that an answer waits for.
+        // Only with that connection: without it, this thread holds the lock that an answer waits for.
         if self.preempt.get().is_some() {
             lower_priority();
         }
@@ -333,9 +333,10 @@ impl<'a, P: Pages> Connection<'a, P> {
 
     /// Waits until a QEMU has begun to read its requested pages, after the background and before [`Self::end`].
     ///
-    /// QEMU from 8.0 on: when its reader thread of requested pages starts or returns from a pause, it checks whether main has
-    /// ended. If so, the thread exits, and waits for pages never end. Once it reads, it stays until no page is awaited. To make
-    /// its reading visible, it is sent a page if there was none. Over TCP this only shows that the page has reached its kernel.
+    /// QEMU from 8.0 on: when its reader thread of requested pages starts or returns from a pause, the thread checks whether
+    /// main has ended. If so, it exits, and waits for pages never end. Once it reads, it stays until no page is awaited. If the
+    /// thread was sent no page before, it is sent one now, to see that it reads. Over TCP this only shows that the page has
+    /// reached QEMU's kernel.
     pub(crate) fn wait_for_reader(&self) -> Result<(), MigrationError> {
         let Some(preempt) = self
             .preempt
@@ -347,7 +348,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         let channel = &preempt.channel;
         if !channel.is_used() {
             match self.ledger.claim_any() {
-                // Pages that the background has left are zero.
+                // Pages that the background has not sent are zero.
                 Some((block, pages)) => {
                     let mut batch = Batch::default();
                     pages.for_each(|page| batch.add_zero(page));
@@ -372,7 +373,7 @@ impl<'a, P: Pages> Connection<'a, P> {
     /// Reports to the destination that it has all pages, and waits for its confirmation.
     pub(crate) fn end(&self) -> Result<(), MigrationError> {
         match self.preempt.get() {
-            // The destination ends this connection itself, once it has all requested pages.
+            // The destination closes the connection for requested pages itself, once it has all of them.
             Some(preempt) if !preempt.ends_by_message => {}
             preempt => {
                 // An answer in progress is finished first. All pages requested later are zero, which the end message implies.
@@ -577,7 +578,7 @@ mod tests {
                     connection.wait_for_reader()?;
                     connection.end()
                 });
-                // The first page of all: no request was made, and it is zero.
+                // No page was requested, so the first page is sent, which is zero.
                 assert!(there.wait_readable(FINAL_STATEMENT_TIMEOUT).unwrap());
                 assert!(!main.wait_readable(Duration::from_millis(100)).unwrap());
                 let read = there.read_some(&mut opening).unwrap();

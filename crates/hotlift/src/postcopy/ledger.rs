@@ -16,8 +16,8 @@ use crate::life::wait_mutex::WaitMutex;
 /// Shared by the reader thread and the sending threads.
 pub(crate) struct Ledger {
     blocks: Vec<RamBlockEntry>,
-    /// For each RAM block, the count of its pages in a page of the destination's host. They are sent together, and the first of
-    /// them stands for all in the bitmaps.
+    /// For each RAM block, the count of 4 KiB pages in one page of the destination's RAM. They are sent together, and the first
+    /// of them stands for all in the bitmaps.
     together: Vec<usize>,
     /// Bitmap per RAM block of pages sent, or being sent.
     sent: Vec<DirtyBitmap>,
@@ -25,7 +25,7 @@ pub(crate) struct Ledger {
     asked: Vec<DirtyBitmap>,
     /// Bitmap per RAM block of pages that the background has examined.
     seen: Vec<DirtyBitmap>,
-    /// Separate lifetime: a late cancel of the migration does not end the background's sleeps.
+    /// Lifetime of the connection, not of the migration, whose late cancel must not end the background's sleeps.
     pub life: Life,
     pub order: WaitMutex<RequestQueue>,
 }
@@ -105,12 +105,12 @@ impl Ledger {
     }
 
     /// Claims this page and those sent together with it; returns true if the caller must send them. Requests for a claimed page
-    /// wait for this.
+    /// get no answer of their own.
     pub(crate) fn claim(&self, block: usize, page: usize) -> bool {
         self.sent[block].set(self.first(block, page))
     }
 
-    /// Claims an unsent page with those sent together with it; returns `None` if all were claimed.
+    /// Claims any unsent page with those sent together with it; returns `None` if all pages were claimed.
     pub(crate) fn claim_any(&self) -> Option<(usize, Range<usize>)> {
         (0..self.blocks.len()).find_map(|block| {
             let mut pages = (0..self.pages(block)).step_by(self.together[block]);
@@ -189,7 +189,7 @@ impl Ledger {
             if number >= self.pages(block) {
                 break;
             }
-            // Each page waits once, however often it is requested.
+            // Each page is queued once, however often it is requested.
             let first = self.first(block, number);
             if !self.is_sent(block, first) && self.asked[block].set(first) {
                 self.order.change(|order| order.ask(block, first, now));
@@ -276,7 +276,7 @@ mod tests {
         let asked = asked.map(|request| (request.block, request.page));
         assert_eq!(asked.collect::<Vec<_>>(), [(1, 8), (1, 16), (1, 0)]);
 
-        // Pages that the destination has after an interruption.
+        // The destination reports the pages that it has after an interruption.
         ledger.has(1, &[0xff, 0, 0, 0, 0, 0, 0, 0]);
         assert!(ledger.is_sent(1, 7) && !ledger.is_sent(1, 16));
 

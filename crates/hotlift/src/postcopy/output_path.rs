@@ -1,4 +1,4 @@
-//! Output path for pages of a postcopy, from a guest, a file or a relay.
+//! Connection on which pages of a postcopy leave, for a guest, a file and a relay.
 
 use crate::error::MigrationError;
 use crate::postcopy::priority_lock::{PriorityLock, PriorityLockGuard};

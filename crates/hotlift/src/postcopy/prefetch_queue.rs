@@ -39,7 +39,7 @@ impl PrefetchQueue {
         }
     }
 
-    /// Returns the neighbours of the latest page that was not processed: first those after it, then those before.
+    /// Returns the neighbours of the latest requested page that is still in the queue: first those after it, then those before.
     pub(crate) fn next(&self) -> Option<Vec<Place>> {
         let (block, page) = lock(&self.waiting).pop()?;
         let first = page / NEIGHBOURS * NEIGHBOURS;

@@ -1,4 +1,5 @@
-//! Source of a postcopy that resumes on another connection: it queries the destination's pages, and lets it continue.
+//! Source of a postcopy that resumes on another connection: it queries which pages the destination has, and lets the
+//! destination continue.
 //! [`Recovery`] decides, without I/O and without a clock; [`resume_postcopy`] reads and writes.
 //!
 //! ```text
@@ -71,7 +72,7 @@ pub(crate) enum Step {
 /// A source that resumes.
 pub(crate) struct Recovery<'l> {
     ledger: &'l Ledger,
-    /// RAM block whose bitmap is requested; after the last one it is RESUME.
+    /// Index of the RAM block whose bitmap is requested; after the last block, RESUME is sent.
     block: usize,
     is_prepared: bool,
     /// True if the request is sent, and its answer awaited.
@@ -149,7 +150,8 @@ impl<'l> Recovery<'l> {
         }
     }
 
-    /// Skips requests of a thread that slept through the interruption: the destination repeats all open ones once it continues.
+    /// Skips page requests from a thread that has not noticed the interruption: the destination repeats all open requests once
+    /// it continues.
     fn skip_requests(&mut self) {
         loop {
             let length = match ReturnMessage::decode(&self.pending) {

@@ -8,7 +8,7 @@ use super::Batch;
 use crate::error::MigrationError;
 use crate::figures::LatestTimes;
 
-/// Maximum count of batches of neighbours that wait to be written: 1 MiB of a save file's.
+/// Maximum count of batches of neighbours that wait to be written: 1 MiB with a save file, whose blocks have 32 KiB.
 const MAX_QUEUED_NEIGHBOURS: usize = 32;
 
 /// Longest time from the last page until the destination reports that it has all: data in sockets and relays may have to pass a
@@ -95,8 +95,8 @@ impl RequestQueue {
     }
 }
 
-/// Wait for a destination to read a page. No kernel reports when a socket's send queue is empty, so that it is sampled, at
-/// intervals that double.
+/// Wait for a destination to read a page. The kernel does not report when a socket's send queue becomes empty, so the queue is
+/// sampled, at intervals that double.
 pub(super) struct ReaderWait {
     until: Instant,
     interval: Duration,

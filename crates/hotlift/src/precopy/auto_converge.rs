@@ -126,15 +126,15 @@ impl Drop for AutoConverge<'_> {
     }
 }
 
-/// Returns the throttling of a guest that has lost `percent` and still dirties too much: only the share `allowed`, below 1, of
-/// it would be acceptable.
+/// Returns the next throttling of a guest that is throttled by `percent` and still dirties too much. `allowed`, below 1, is the
+/// acceptable share of what it dirties.
 fn next(percent: u8, allowed: f64, options: &AutoConvergeOptions) -> u8 {
     let wanted = match percent {
         0 => options.initial,
         _ => percent.saturating_add(match options.tailslow {
             false => options.increment,
             true => {
-                // The time that the guest may keep, if it dirties in proportion to its time.
+                // Assumes that the guest dirties in proportion to its time.
                 let has = 100 - percent.min(100);
                 let may_keep = f64::from(has) * allowed;
                 let keeps = (1..=has).filter(|kept| f64::from(*kept) <= may_keep).max();
@@ -205,7 +205,7 @@ mod tests {
             tailslow: true,
             ..on()
         };
-        // A tenth too much: 5 % of the remaining half.
+        // A tenth too much: the guest loses a tenth of the half that it has.
         assert_eq!(next(50, 0.9, &options), 55);
         assert_eq!(next(50, 0.1, &options), 60, "no more than the increment");
         assert_eq!(next(0, 0.9, &options), 50);

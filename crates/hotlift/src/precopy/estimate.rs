@@ -1,8 +1,8 @@
 //! Estimated time to send the remaining pages, which `ops/migrate` compares with the downtime limit.
 //!
-//! The rest is counted in pages, not in bytes on the wire: with a page compression method, bytes do not determine the time of a
-//! page. A round with content pages gives the time of such a page. Zero pages are cheaper and rare among the dirty pages of an
-//! active guest, so they do not count towards the rate.
+//! The rest is counted in pages, not in bytes on the wire: with a page compression method, the bytes of a page do not determine
+//! its time. A round with content pages gives the time of such a page. Zero pages are cheaper and rare among the dirty pages of
+//! an active guest, so they do not count towards the rate.
 
 use std::time::Duration;
 

@@ -192,7 +192,7 @@ impl<'a> RamState<'a> {
         self.dirty[block].test(page)
     }
 
-    /// Marks a page as not to be sent any more.
+    /// Clears the dirty bit of a page, which then is not sent.
     pub(crate) fn settle(&self, block: usize, page: usize) {
         self.dirty[block].clear_range(page, 1);
     }

@@ -15,7 +15,7 @@ use super::source::Ending;
 const ID: u32 = 0x27;
 const DEVICE: &str = "0000:00:09.0/early-device";
 
-/// Position of its section.
+/// Position of the device's section.
 #[derive(Debug, Clone, Copy)]
 enum Place {
     BeforeStart,
@@ -87,7 +87,7 @@ fn through(recording: &Recording, hops: &[&[(&str, &str)]]) -> Outcome {
     migrate(recording, &hops, None, Ending::LetsGo)
 }
 
-/// Asserts that a relay rejects the device by name, and names the solution. The destination reads what `honest` describes.
+/// Asserts that a relay rejects the device by name, and names the solution. The destination has the devices of `honest`.
 fn assert_refused(recording: &Recording, honest: &Recording, what: &str) {
     let log = Log::default();
     let (_folder, destination) = destination(honest, 2, None, &log);
@@ -117,7 +117,7 @@ fn assert_refused(recording: &Recording, honest: &Recording, what: &str) {
 
 #[test]
 fn a_device_of_an_unknown_layout_is_carried_in_its_place() {
-    // With bytes that look like its end, or like a part of RAM.
+    // The state has bytes that look like its end, or like a part of RAM.
     let payload = [
         b"state",
         &footer()[..],

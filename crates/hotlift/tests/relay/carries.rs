@@ -33,7 +33,7 @@ fn hop(method: &str, channels: &str) -> RelaySettings {
     settings
 }
 
-/// Returns all kinds of outgoing sides: methods by channels, and no channels.
+/// Returns all kinds of outgoing sides: each method with one and three channels or threads, and no channels.
 fn hops() -> Vec<RelaySettings> {
     let mut hops = vec![hop("off", "")];
     hops.extend(["1", "3"].map(|threads| hop("compress", threads)));

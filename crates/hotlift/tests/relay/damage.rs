@@ -27,7 +27,7 @@ use super::recording::{Recording, configuration};
 use super::rig::{DEADLINE, Relay, accept, destination, migrate, settings};
 use super::source::{Ending, play};
 
-/// Deadline of a damaged migration: a later one waits for data that the damage has removed.
+/// Deadline of a damaged migration: one that takes longer waits for data that the damage has removed.
 const STUCK: Duration = Duration::from_millis(1500);
 
 /// Count of concurrent migrations, which mostly wait.
@@ -103,7 +103,7 @@ fn damaged_of(
     })
 }
 
-/// Returns the bytes between the relays without damage. No relay is stuck then: a busy machine gets more time.
+/// Returns the bytes between the relays without damage. No relay is stuck then, so the deadline allows for a busy machine.
 fn undamaged(between: &RelaySettings, expected: &Guest) -> Carried {
     let (outcome, carried) = damaged(between, None, DEADLINE, expected);
     outcome.unwrap();
@@ -207,7 +207,7 @@ fn no_flipped_byte_of_a_channel_or_an_answer_alters_the_guest() {
     let mut flips = at(CHANNEL, (0..64 + 80).chain((144..channel).step_by(487)));
     flips.extend(at(Direction::Back, 0..carried[&Direction::Back].len()));
     let harmless = damage_all(&between, &flips, &expected);
-    // Reserved bytes, the UUID of a single channel, answers that are not awaited.
+    // Harmless: reserved bytes, the UUID of a single channel, and answers that are not awaited.
     assert!(harmless * 2 < flips.len(), "{harmless} of {}", flips.len());
 }
 

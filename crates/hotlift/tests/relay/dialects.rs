@@ -140,7 +140,7 @@ fn save(recording: &Recording, path: &Path) {
     }
 }
 
-/// Restores it into a destination with these sync points.
+/// Restores a save file into a destination with these sync points.
 fn restore(
     recording: &Recording,
     path: &Path,

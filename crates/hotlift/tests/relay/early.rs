@@ -93,7 +93,7 @@ fn ways_to_a_silent_destination() -> [Vec<RelaySettings>; 2] {
     let mut off = settings(&[("multifd", "off")]);
     off.limits.handshake_timeout = SOON;
     let mut between = settings(&[("multifd-channels", "2")]);
-    // The other relay's timeout is shorter.
+    // The relay beside the destination must time out first.
     between.limits.handshake_timeout = DEADLINE;
     [vec![off.clone()], vec![between, off]]
 }

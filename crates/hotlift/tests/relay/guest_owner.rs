@@ -1,4 +1,4 @@
-//! Both sides never have the guest at once, whatever fails at any time.
+//! The guest is never on both sides at once, whatever fails at any time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -77,7 +77,7 @@ fn a_destination_that_refuses_is_quoted_at_the_source() {
     let outcome = migrate(&Recording::small(), &way, fails, Ending::LetsGo);
     for relay in &outcome.relays {
         let line = relay.as_ref().unwrap_err().chain();
-        // Once, however many relays have forwarded it.
+        // The line contains this once, however many relays have forwarded it.
         let count = line.matches("the destination aborted").count();
         assert_eq!(count, 1, "{line}");
     }
@@ -153,7 +153,7 @@ fn cuts(recording: &Recording) -> Vec<usize> {
 fn a_source_with_return_path_that_cancels_anywhere_never_starts_the_destination() {
     for recording in [Recording::small(), Recording::small_multifd(2)] {
         let mut cuts = cuts(&recording);
-        // Also after its last byte: it was not asked to release the guest.
+        // Also after the last byte: the source was not asked to release the guest.
         cuts.push(recording.main.len());
         for_all(&cuts, |at| {
             let way = [if at % 2 == 0 { off() } else { channels() }];
@@ -202,8 +202,8 @@ fn a_source_that_cancels_anywhere_in_a_recorded_stream_never_starts_the_destinat
 fn a_lost_channel_leaves_the_guest_with_the_source() {
     let recording = Recording::small_multifd(2);
     let length = recording.channels[1].len();
-    // Before the last SYNC, between headers, in headers, in pages. (A channel that has not identified itself is known only to
-    // the source.)
+    // The cuts are before the last SYNC: between headers, in headers, in pages. (Only the source knows of a channel that has
+    // not identified itself.)
     let cuts = (64..length - 1344).step_by(6007).chain([64 + 1344]);
     let cuts: Vec<usize> = cuts.collect();
     for_all(&cuts, |at| {

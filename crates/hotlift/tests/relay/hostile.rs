@@ -58,7 +58,7 @@ struct Case {
 }
 
 impl Case {
-    /// Returns true if the relay ends by a timeout; connections rejected before are not the cause.
+    /// Returns true if the relay ends by a timeout, and not because it rejected a connection.
     fn times_out(&self) -> bool {
         let what = ["did not arrive within", "arrived)", "of the source"];
         what.iter().any(|what| self.wanted.ends_with(what))

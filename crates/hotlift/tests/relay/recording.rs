@@ -200,7 +200,7 @@ impl Recording {
         Self::small_of(&configuration(), &blocks)
     }
 
-    /// Creates the same with a machine type up to 2.3, which sends neither a configuration nor footers.
+    /// Creates the VM of [`Recording::small`] with a machine type up to 2.3, which sends neither a configuration nor footers.
     pub fn small_without_configuration() -> Self {
         let blocks = [
             RamBlockEntry::new("pc.ram", 48 * PAGE_SIZE as u64),
@@ -396,7 +396,7 @@ pub fn opening_of_another_version() -> [u8; INITIAL_PACKET_LEN] {
         }),
     };
     let mut bytes = opening.encode();
-    // Between its magic and its checksum.
+    // The version is between the hello's magic and checksum.
     bytes[36..38].copy_from_slice(&255_u16.to_be_bytes());
     let sum = crc32fast::hash(&bytes[32..60]);
     bytes[60..].copy_from_slice(&sum.to_be_bytes());

@@ -167,7 +167,8 @@ pub fn migrate(
     migrate_to(recording, hops, fails, ending, None)
 }
 
-/// Does the same to a destination whose QEMU has this value of `multifd-flush-after-each-section`; `None`: accepts either.
+/// Moves `recording` as [`migrate`] does, to a destination whose QEMU has this value of `multifd-flush-after-each-section`;
+/// `None` accepts either.
 pub fn migrate_to(
     recording: &Recording,
     hops: &[RelaySettings],

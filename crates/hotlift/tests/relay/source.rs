@@ -44,7 +44,7 @@ pub fn play(recording: &Recording, to: &Address, ending: Ending, log: &Log) -> R
     play_on(recording, (main, 0), &channels, ending, log)
 }
 
-/// Does the same on existing connections, with the given count of bytes already sent on main.
+/// Plays `recording` on existing connections; `output` bytes of main are already sent.
 pub fn play_on(
     recording: &Recording,
     (main, output): (Stream, usize),

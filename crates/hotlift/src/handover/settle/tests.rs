@@ -1,4 +1,4 @@
-//! Both sides of the question on a virtual clock, over a network that loses, delays, doubles, cuts and flips.
+//! Both sides of the question on a virtual clock, over a network that loses, delays, duplicates, truncates and corrupts.
 
 use fastrand::Rng;
 use hotlift_wire::settle::{QUESTION_LEN, answer, question, read_question};
@@ -61,7 +61,7 @@ fn a_destination_answers_as_long_as_a_source_can_query_and_less_after_a_cancel()
 
     let mut period = AnswerPeriod::new(begun, timeout);
     assert_eq!(period.left(at(MS), true), Some(CANCELLED));
-    // A second cancel, or one that is seen again, gives no more time.
+    // A second cancel, or the same one checked again, gives no more time.
     assert_eq!(period.left(at(CANCELLED), true), Some(MS));
     assert_eq!(period.left(at(CANCELLED + MS), true), None);
 
@@ -161,7 +161,7 @@ impl Pair {
             options.limits.settle_timeout,
             options.limits.time_for_questions(),
         );
-        // The source commits at the last moment at which it may have been informed, or earlier.
+        // The source commits when it learns that all is loaded: up to `handshake` after the destination sent this.
         let handshake = u64::try_from((all - timeout).as_millis()).unwrap();
         let epoch = Instant::now() + all;
         let begun = epoch - ms(rng.u64(0..=handshake));
@@ -217,7 +217,7 @@ impl Pair {
         let is_back = asked >= self.network_is_back;
         let fate = if is_back { 0 } else { self.rng.u8(0..8) };
         if fate == 1 {
-            // Refused at once.
+            // The connection is refused at once.
             return None;
         }
         self.now = limit;
@@ -303,7 +303,7 @@ fn a_source_learns_the_true_outcome_as_soon_as_the_network_allows() {
             None => true,
         };
         assert!(is_true, "seed {seed}: {statement:?}, {:?}", pair.side);
-        // One attempt that begins too early, and one that does not.
+        // The longest case: one attempt begins just too early, and the next one is answered.
         let answered = decided.max(pair.network_is_back);
         let answered = answered.saturating_add(ATTEMPT + PAUSE + 2 * ms(WAY));
         let is_sure = answered.max(QUERY_DELAY + 2 * ms(WAY)) < pair.timeout;

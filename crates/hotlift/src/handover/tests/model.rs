@@ -7,14 +7,14 @@
 //! long as a source may ask.
 //!
 //! A QEMU beside a relay may load the guest and not run it, because it cannot lock a disk. A `cont` makes it run later, at any
-//! moment. A relay that has started this QEMU ends it, and reports that the guest never ran there. It may report this only of a
-//! QEMU that it has seen end, and that has not run the guest before its end.
+//! moment. A relay that has started this QEMU ends it, and reports that the guest never ran there. It may report this only if
+//! it has seen the QEMU end, and the QEMU has not run the guest before.
 //!
 //! In a postcopy the source's pages are needed after the commit: lost connections are replaced, as often as they are lost.
 //!
-//! An attacker between the hosts cuts and delays, as every network may. It also forges messages and replays old ones. With TLS
-//! a forgery ends the connection. Without TLS it makes two guests of one, or none. A test asserts this, so that the handover
-//! is not believed to be safe there.
+//! An attacker between the hosts cuts and delays, as every network may, and also forges messages and replays old ones. With TLS
+//! a forgery ends the connection. Without TLS it can make two guests of one, or none. A test asserts this, to record that the
+//! handover is not safe without TLS.
 
 use std::io::Write;
 
@@ -24,7 +24,7 @@ use stateright::{Checker, Model, Property};
 use crate::handover::source::SourceSide;
 use crate::handover::{DestinationSide, DestinationStatement, SourceOutcome};
 
-/// Party that gives the guest away.
+/// Party that hands the guest over, or receives it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Role {
     /// A guest's own migration.
@@ -57,7 +57,7 @@ enum Mutant {
     RunIsObeyed,
     /// The destination reports "never" although its QEMU still exists, and has the guest without running it.
     StoppedIsNever,
-    /// The destination reports "never" first, and ends that QEMU afterwards.
+    /// The destination reports "never" first, and ends its QEMU afterwards.
     EndsAfterTheReport,
     /// The source takes back a guest that the destination's QEMU has, and does not run, before that QEMU was seen to end.
     TakesBackEarly,
@@ -81,7 +81,7 @@ struct Handover {
     /// The destination takes no questions, and its refusals have no reasons: a QEMU.
     silent: bool,
     source: Role,
-    /// A relay as destination has a QEMU, which needs a step of its own until it runs.
+    /// A relay here has a QEMU, which runs the guest only in a step of its own.
     destination: Role,
     /// The destination's relay has started its QEMU, and may end it.
     may_end: bool,
@@ -102,8 +102,9 @@ enum Message {
     Question,
     Answer(u8),
     Heard,
-    /// Postcopy only: all pages are sent; all pages are there.
+    /// Postcopy only: all pages are sent.
     End,
+    /// Postcopy only: all pages are there.
     HasAll,
 }
 
@@ -120,15 +121,15 @@ struct State {
     ran_there: bool,
     /// The QEMU of a destination that is a relay has the guest, and does not run it.
     stopped_there: bool,
-    /// That relay has seen this.
+    /// The destination's relay has seen that its QEMU does not run the guest.
     saw_stopped: bool,
-    /// That QEMU was ended.
+    /// The QEMU of the destination was ended.
     ended_there: bool,
-    /// The source knows this, and that the guest never ran there. Before, it took the guest to be there.
+    /// The source knows that this QEMU was ended and never ran the guest. Until then it counts the guest as moved.
     told_ended: bool,
     source_alive: bool,
     destination_alive: bool,
-    /// The stream's connection is cut; the source, the destination has seen it.
+    /// The stream's connection is cut. `source_saw` and `destination_saw`: that side has seen it.
     cut: bool,
     source_saw: bool,
     destination_saw: bool,
@@ -190,7 +191,7 @@ enum Step {
     ForgeAnswer(Message),
 }
 
-/// Number of messages that an attacker forges: the handover has five.
+/// Number of messages that an attacker forges; a handover has five messages.
 const FORGERIES: u8 = 2;
 
 const ANSWERS: [Outcome; 5] = [
@@ -202,7 +203,7 @@ const ANSWERS: [Outcome; 5] = [
 ];
 
 impl State {
-    /// Applies the end of the source's machine to the guest.
+    /// Applies the outcome of the source's state machine to the guest.
     fn source_ended(&mut self) {
         match self.source.outcome() {
             // The command, or the operator on its advice, resumes a paused QEMU.
@@ -370,7 +371,7 @@ impl Model for Handover {
                     Message::AskLoaded if self.postcopy || state.destination_handover.loaded() => {
                         state.send_to_source(Message::Pong);
                     }
-                    // The package also has the devices.
+                    // In postcopy the devices come in the same package.
                     Message::Commit if self.postcopy => {
                         state.destination_handover.loaded();
                         if !state.destination_handover.commit()
@@ -413,7 +414,7 @@ impl Model for Handover {
                     Message::HasAll if state.source.all_pages_arrived() => {
                         state.to_destination.push(Message::Heard);
                     }
-                    // It closes the connection, and its refusal is no statement.
+                    // A QEMU that refuses closes the connection, and its refusal is no statement.
                     Message::Refused if self.silent && state.is_serving() => {
                         state.cut = true;
                         state.source_saw = true;
@@ -505,7 +506,7 @@ impl Model for Handover {
                     state.refuse();
                 }
             }
-            // A `cont` may have come between the check and the end.
+            // A `cont` may have come between the check and the end of the QEMU.
             Step::EndStopped
                 if there
                     && self.may_end
@@ -662,8 +663,8 @@ impl Model for Handover {
                 state.question = None;
                 state.heard = true;
             }
-            // The source asks for as long as a network that comes back may bring an answer. Only a destination that was killed,
-            // or that never learns the outcome, leaves it without one.
+            // The source asks for long enough that a network that recovers brings an answer. Only a destination that was
+            // killed, or that never learns the outcome itself, leaves the source without an answer.
             Step::SourceGivesUp
                 if here
                     && state.source == SourceSide::Committed
@@ -673,7 +674,7 @@ impl Model for Handover {
             {
                 state.source.end_wait();
             }
-            // The operator of a postcopy does so when no destination can continue.
+            // In postcopy the operator ends the wait, once no destination can continue.
             Step::SourceGivesUp
                 if here
                     && state.is_serving()
@@ -715,7 +716,7 @@ impl Model for Handover {
                     && !state.stopped_there
                     && !state.ended_there
                 {
-                    // Its QEMU may have read EOF.
+                    // The destination's QEMU may have read EOF.
                     state.run_there();
                 }
                 state.cut = true;
@@ -838,7 +839,7 @@ impl Model for Handover {
 fn explore(model: Handover) -> (Vec<&'static str>, usize) {
     let checker = model.checker().spawn_bfs().join();
     let mut broken: Vec<_> = checker.discoveries().into_keys().collect();
-    // The checker must find this one.
+    // This property must be found: it is the success of a handover.
     broken.retain(|name| *name != "the guest moves");
     broken.sort_unstable();
     (broken, checker.unique_state_count())

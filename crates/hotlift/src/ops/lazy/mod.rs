@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! opening  ADVISE  RAM blocks  early sections  DISCARD all  PACKAGED{LISTEN devices RUN}   the guest runs
-//! requests: one page, then its block     background: what was written last, then RAM from the lowest page on
+//! requests: one page, then its block     background: pages written last, then RAM from the lowest page on
 //! END  EOF                                                                 the guest has all pages
 //! ```
 //!
@@ -13,9 +13,9 @@
 //!
 //! RAM that QEMU has in huge pages ([`Hooks::page_sizes`]) is sent in huge pages.
 //!
-//! `pages` finds the pages in the file; `postcopy` has everything that does not depend on the file.
+//! `pages` finds the pages in the file; module `postcopy` of the engine does everything that does not depend on the file.
 //!
-//! Zero pages are sent only on request; the others are zero once the stream has ended.
+//! Zero pages are sent only on request; pages that were never sent are zero once the stream has ended.
 
 mod pages;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -51,21 +51,21 @@ const LOADING: Duration = Duration::from_secs(60);
 /// Time limit of the retries after the file's server is lost. Then the guest waits for an operator who resumes the restore.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Time limit for QEMU to report why it has refused the devices, after its refusal on the stream. The main loop of QEMU 11.1
-/// then hangs while the connection is open, and rarely reports anything if it was open for long.
+/// Time limit for QEMU to report why it has refused the devices, after its refusal on the stream. Short, because the main loop
+/// of QEMU 11.1 hangs while the connection is open, and rarely reports anything after a long hang.
 const REASON: Duration = Duration::from_millis(100);
 
-/// Interval of the questions for that reason.
+/// Interval at which QEMU is asked for that reason.
 const ASK_FOR_REASON: Duration = Duration::from_millis(20);
 
-/// Interval of the questions to QEMU whether it loads the devices.
+/// Interval at which QEMU is asked whether it loads the devices.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 
 /// Number of the PING after the opening, as QEMU counts.
 const OPENED: u32 = 1;
 
-/// Moment at which a QEMU with capability `postcopy-preempt` takes the connection of pages that its guest waits for. With the
-/// capability it waits for this connection; without, it takes none.
+/// Moment at which a QEMU with capability `postcopy-preempt` takes the connection for requested pages. With the capability it
+/// waits for this connection; without the capability it takes none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Preempt {
     /// QEMU 7.2: after main, before anything is read; a final message ends it.
@@ -77,12 +77,12 @@ pub enum Preempt {
 /// See [`Hooks::on_loaded`].
 pub type OnLoaded<'a> = &'a (dyn Fn(Instant) -> Result<(), MigrationError> + Sync);
 
-/// Report of QEMU beside the stream while it has to load the devices.
+/// State of a QEMU that should load the devices, as it reports outside the stream (over QMP).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Loading {
     /// Nothing decisive.
     Unknown,
-    /// Its main loop has returned from the package, and the guest does not run.
+    /// Its main loop has finished the package, and the guest does not run.
     Idle,
     /// It has refused the devices.
     Refused,
@@ -95,17 +95,17 @@ pub struct Hooks<'a> {
     pub on_progress: Option<&'a (dyn Fn(&LazyProgress) + Sync)>,
     /// Called once, before the first byte is sent that lets the destination run the guest.
     pub on_commit: Option<&'a (dyn Fn() + Sync)>,
-    /// Id of the expected file ([`crate::file::inspect`]): another one is refused.
+    /// Id of the expected file ([`crate::file::inspect`]): another file is refused.
     pub file: Option<u64>,
-    /// Connection of their own for requested pages.
+    /// If set, requested pages have a connection of their own, made at this moment.
     pub preempt: Option<Preempt>,
-    /// RAM blocks whose pages at QEMU are not of 4 KiB, by name, and the size of these pages in bytes.
+    /// RAM blocks whose pages in QEMU are not 4 KiB, by name, with the size of these pages in bytes.
     pub page_sizes: &'a [(String, u64)],
     /// True if damaged pages become zero in the guest. Otherwise the guest waits for them.
     pub salvage: bool,
     /// With `salvage`, called for each damaged part of the file, before a page of it is sent as zero.
     pub on_lost: Option<&'a (dyn Fn(&LostPages) + Sync)>,
-    /// Asks QEMU whether it loads the devices. Called twice a second until it has; the restore waits for the answer.
+    /// Asks QEMU whether it loads the devices. Called twice a second until they are loaded; the restore waits for the answer.
     pub loading: Option<&'a (dyn Fn() -> Loading + Sync)>,
     /// Called once QEMU has loaded the devices, with the time of the connection, to check that the guest runs. Pages that the
     /// guest requests are sent in the meantime; an error ends the restore.
@@ -117,11 +117,11 @@ pub struct Hooks<'a> {
 pub struct LazyProgress {
     /// Pages that the guest has: those with content that were sent, and those that it had before a resumed restore.
     pub pages: u64,
-    /// Number of them that it has requested.
+    /// Number of these pages that the guest has requested.
     pub requested: u64,
-    /// True while the file's server is lost, and tried again.
+    /// True while the connection to the file's server is lost, and retried.
     pub is_lost: bool,
-    /// True if a part of the file is damaged: the guest stops where it needs it.
+    /// True if a part of the file is damaged: a vCPU that needs it waits.
     pub is_damaged: bool,
 }
 
@@ -137,7 +137,7 @@ pub struct LazyReport {
     pub pages_before: u64,
     /// Pages with content that were sent.
     pub normal_pages: u64,
-    /// Zero pages sent: requested, of a huge page that is not all zero, or one at the end, if none was requested.
+    /// Zero pages sent: requested ones, those of huge pages with some content, and one at the end if no page was requested.
     pub zero_pages: u64,
     /// Bytes written to QEMU.
     pub sent_bytes: u64,
@@ -242,7 +242,7 @@ pub fn restore(
     })
 }
 
-/// Returns the RAM blocks of a file, with QEMU's page sizes: those of the source do not matter.
+/// Returns the RAM blocks of a file, with the page sizes of the destination's QEMU. The source's page sizes do not matter.
 fn blocks_of(
     stream: &SavedStream,
     page_sizes: &[(String, u64)],
@@ -331,12 +331,12 @@ impl Restore<'_> {
         }
     }
 
-    /// Sends everything up to the moment when the guest runs.
+    /// Sends everything up to the package that runs the guest, and waits until the devices are loaded.
     fn open(&self) -> Result<(), MigrationError> {
         let stream = self.file.stream();
         let Connection { main, answers, .. } = &self.connection;
         let blocks = self.connection.ledger.blocks();
-        // QEMU compares this with its own.
+        // QEMU compares these bits with its own page sizes.
         let page_sizes = blocks
             .iter()
             .fold(0, |sizes, block| sizes | block.page_size);
@@ -380,7 +380,7 @@ impl Restore<'_> {
         bytes.append(&mut listen);
         self.control.set_status(Status::Device);
         main.take().raw(&bytes)?;
-        // QEMU uses nothing of an incomplete package.
+        // A cancel within the package is safe: QEMU uses nothing of an incomplete one.
         self.file.devices(&mut |part| {
             if self.control.is_cancelled() {
                 return Err(MigrationError::Cancelled);
@@ -401,7 +401,7 @@ impl Restore<'_> {
         self.await_devices()
     }
 
-    /// Waits until QEMU has loaded the devices. A QEMU that has failed to may keep the connection open without a message on it.
+    /// Waits until QEMU has loaded the devices. A QEMU that could not load them may keep the connection open and send nothing.
     fn await_devices(&self) -> Result<(), MigrationError> {
         let Connection { answers, link, .. } = &self.connection;
         let limit = Some((LOADING, "QEMU to load the devices"));
@@ -453,7 +453,7 @@ impl Restore<'_> {
         answers.await_answers(limit, LONG, || self.control.life().check())
     }
 
-    /// Reports progress, if the caller wants it.
+    /// Reports progress to the caller's callback, if there is one.
     fn watch(&self) {
         const EVERY: Duration = Duration::from_millis(500);
         let Some(on_progress) = self.hooks.on_progress else {

@@ -1,4 +1,4 @@
-//! Pages of a save file: for each requested page, a block of neighbours is decoded.
+//! Pages of a save file. For each requested page, the whole block of the file that contains it is decoded.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -13,31 +13,31 @@ use crate::lock::lock;
 use crate::options::Options;
 use crate::postcopy::{Batch, Ledger, Pages, Place, PrefetchQueue, Reader};
 
-/// Pages that a background thread takes at once: 256 KiB, the most that the neighbours of a requested page wait for.
+/// Pages that a background thread takes at once: 256 KiB. The neighbours of a requested page wait for no more than this.
 const SHARE: usize = 64;
 
-/// The same for a file on another host, where each share costs a round trip: 4 MiB.
+/// Pages that a background thread takes at once from a file on another host, where each share costs a round trip: 4 MiB.
 const FAR_SHARE: usize = 1024;
 
-/// The same for the pages that the guest wrote last: the number of blocks, one page of each.
+/// Blocks of the file that a background thread takes at once, among those with the pages that the guest wrote last.
 const WRITTEN: usize = 32;
 
-/// Receives the loss of a part of a file.
+/// Callback for a damaged part of a file.
 type OnLost<'a> = &'a (dyn Fn(&LostPages) + Sync);
 
 /// A save file, as a source of requested pages.
 pub(super) struct FilePages<'a> {
     file: &'a BlockFile,
     control: &'a Control,
-    /// Receives each damaged part of the file, where the guest continues without it.
+    /// Called for each damaged part of the file, if damaged pages become zero.
     on_lost: Option<OnLost<'a>>,
     memory: MemoryLimit,
-    /// Error of the first part of the file that could not be used; the rest is sent all the same.
+    /// Error of the first part of the file that could not be used; the other parts are still sent.
     pub damaged: Failure,
     near: PrefetchQueue,
     /// Pages that the background has taken.
     shares: Shares,
-    /// Pages that the guest has written last, the latest at the end; `None` before the first thread has searched for them.
+    /// One page of each block of the file that was written last, the latest at the end; `None` before the first search.
     written_last: Mutex<Option<Vec<Place>>>,
 }
 
@@ -65,12 +65,12 @@ impl<'a> FilePages<'a> {
         self.file.lost()
     }
 
-    /// Returns true while the server of the file is lost, and tried again.
+    /// Returns true while the connection to the file's server is lost, and retried.
     pub(super) fn is_lost(&self) -> bool {
         self.file.remote().is_some_and(RemoteReader::is_lost)
     }
 
-    /// Returns the next of the pages that the guest wrote last. The first caller searches for them, and others wait.
+    /// Returns the next share of `written_last`, the latest first. The first caller searches for the pages, while others wait.
     fn next_written_last(&self) -> Result<Option<Vec<Place>>, MigrationError> {
         let mut known = lock(&self.written_last);
         if known.is_none() {
@@ -80,13 +80,13 @@ impl<'a> FilePages<'a> {
                 for block in 0..self.file.blocks() {
                     for page in 0..self.file.pages(block) {
                         let entry = match self.file.entry(block, page) {
-                            // The same error comes again in file order.
+                            // The same error occurs again when the background reads all of RAM.
                             Err(error) if !error.is_final() => None,
                             entry => entry?,
                         };
                         let entry = entry.filter(|entry| entry.position >= from);
                         let position = entry.map(|entry| entry.position);
-                        // Most of a block's pages are neighbours.
+                        // Most pages of a block are adjacent in RAM: this keeps the list short.
                         let last = pages.last().map(|(last, _, _)| *last);
                         let position = position.filter(|position| last != Some(*position));
                         pages.extend(position.map(|position| (position, block, page)));
@@ -149,7 +149,7 @@ impl Pages for FilePages<'_> {
         }
     }
 
-    /// Keeps the error of a damaged part of the file: the guest waits for the pages in it, and gets all others.
+    /// Keeps the error of a damaged part of the file, instead of returning it: only the pages in that part are not sent.
     fn unless_damaged(&self, outcome: Result<(), MigrationError>) -> Result<(), MigrationError> {
         match outcome {
             Err(error) if is_of_a_part(&error) => {
@@ -168,12 +168,12 @@ pub(super) struct FileReader<'a> {
     blocks: Blocks<'a>,
     /// The RAM block and the block of the file that was read last.
     loaded: Option<(usize, Entry)>,
-    /// Block that could not be used, which is not tried again for each of its pages.
+    /// Position of a block that could not be used, so that it is not tried again for each of its pages.
     unusable: Option<u64>,
 }
 
 impl FileReader<'_> {
-    /// Decodes the block of a page. Returns the page's place in it; `None` for a page that is zero, or becomes zero.
+    /// Decodes the block of a page. Returns the page's place in the block; `None` for a page that is zero, or becomes zero.
     fn find(&mut self, block: usize, page: usize) -> Result<Option<usize>, MigrationError> {
         let found = match self.file.entry(block, page) {
             Ok(Some(entry)) => self.load(entry, block, page).map(|()| Some(entry.place)),
@@ -238,7 +238,7 @@ impl Reader for FileReader<'_> {
         }
         let places = pages.clone().map(|page| (block, page));
         self.file.read_ahead(&mut self.blocks, places)?;
-        // An error of the index comes again when the page is read.
+        // An error of the index occurs again when the page is read.
         let entry = |page| self.file.entry(block, page).ok().flatten();
         let mut pages: Vec<_> = pages
             .map(|page| (entry(page).map(|entry| entry.position), page))
@@ -254,7 +254,7 @@ impl Reader for FileReader<'_> {
     }
 
     fn read_ahead(&mut self, share: &[Place], ledger: &Ledger) -> Result<(), MigrationError> {
-        // Pages of a huge page are read ahead with the others of it.
+        // Not huge pages: `add_all` reads all pages of one ahead.
         let missing = share.iter().copied().filter(|(block, page)| {
             !ledger.has_huge_pages(*block) && !ledger.is_sent(*block, *page)
         });
@@ -280,7 +280,7 @@ impl Reader for FileReader<'_> {
             are_current &= self.is_current(block, number, entry)?;
         }
         match are_current {
-            // No thread reads a block of the background again.
+            // The decoded pages can be moved out: the background reads each block once.
             true => {
                 self.loaded = None;
                 self.blocks.take_pages(batch);

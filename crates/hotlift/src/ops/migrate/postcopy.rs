@@ -1,4 +1,4 @@
-//! The switch to postcopy, and what follows: the guest runs at the destination, and its pages come after it.
+//! The switch to postcopy, and the phase after it: the guest runs at the destination, and receives its missing pages.
 //!
 //! ```text
 //! switch   stop guest, list of pages to discard, PING           status device
@@ -62,7 +62,7 @@ impl Migration<'_> {
         let pages = GuestPages::new(source);
         let mut downtime = None;
         let first = (Arc::clone(&out.link), None);
-        // A failure from here on leaves the connection lost, and the guest where it is.
+        // From here on a failure loses only the connection; it does not move the guest.
         let sent = out.main.take().raw(&package);
         let mut outcome = sent.and_then(|()| {
             source.postcopy_begins();
@@ -72,7 +72,7 @@ impl Migration<'_> {
             })
         });
         while let Err(error) = outcome {
-            // The cause of the lost connection, and not a consequence of it.
+            // Prefers the cause of the lost connection to a consequence of it.
             let error = source.lost.take().unwrap_or(error);
             let streams = out.streams();
             streams.for_each(|stream| stream.shutdown(Shutdown::Both));
@@ -89,7 +89,7 @@ impl Migration<'_> {
     fn discard(&mut self) -> Result<(), MigrationError> {
         let GuestSource { ram, out, .. } = self.source;
         if ram.pending() == 0 {
-            // A QEMU without anything to discard waits forever.
+            // A QEMU that has nothing to discard waits forever.
             ram.put_back(0, 0);
         }
         let mut discards = Vec::new();
@@ -168,7 +168,7 @@ impl Migration<'_> {
                         connection.close();
                     }
                 })?;
-                // Memory is read as fast as one connection takes it.
+                // One thread: it reads memory as fast as one connection sends.
                 if !connection.send_background(scope, "mig/src/push_", 1)? {
                     return Err(MigrationError::main_closed());
                 }
@@ -203,7 +203,7 @@ impl Migration<'_> {
         } = self.source;
         let (source_handover, answers) = (&self.session.source_handover, &out.answers);
         control.set_status(Status::PostcopyPaused);
-        // Only a refusal counts here: a statement that all pages arrived shows only at the end of the stream.
+        // Only a refusal counts here: the statement that all pages arrived comes only at the end of the stream.
         let mut statement = answers
             .statement()
             .filter(|statement| *statement == DestinationStatement::Never);
@@ -228,7 +228,7 @@ impl Migration<'_> {
                 source_handover.settle(None);
                 return Err(lost);
             }
-            // If the guest is known to run, the only open question is whether all pages arrived: not before all are sent.
+            // If the guest is known to run, the only open question is whether all pages arrived, which needs all to be sent.
             let may_ask = self.sent_all || !source_handover.is_known_to_run();
             let id = answers.id().filter(|_| may_ask);
             let wait = match id.and_then(|_| question.next(Instant::now())) {
@@ -298,8 +298,8 @@ impl Migration<'_> {
         self.serve(&pages, ledger, connection, &answers, &mut || ())
     }
 
-    /// Makes a further connection of the migration, to `to`. Shows a Hotlift its id of the migration: one that waits for
-    /// another guest's pages rejects the connection.
+    /// Makes a further connection of this migration, to `to`. Sends a Hotlift the id of the migration, so that one that waits
+    /// for another migration rejects the connection.
     fn connect(&self, to: &Remote) -> Result<Stream, MigrationError> {
         let GuestSource {
             options,

@@ -1,4 +1,4 @@
-//! The relay: passes a QEMU's migration stream on. On the way it takes the pages out, compresses them and spreads them over
+//! The relay: passes a QEMU's migration stream on. It takes the pages out of the stream, compresses them and spreads them over
 //! channels, or does the reverse.
 //!
 //! ```text
@@ -16,9 +16,9 @@
 //! # Order
 //!
 //! Between two barriers a page is sent at most once, so that batches may overtake each other. A sync point of the incoming
-//! stream is one of the outgoing. The main thread waits until all channels have reached their SYNC and every batch is written.
-//! Then it writes SYNC on all channels, and the multifd flush. A source without multifd has no sync points; there a barrier is
-//! made when a page comes a second time.
+//! stream becomes one of the outgoing stream. The main thread waits until all channels have reached their SYNC and every batch
+//! is written. Then it writes SYNC on all channels, and the multifd flush. A source without multifd has no sync points; there a
+//! barrier is made when a page comes a second time.
 //!
 //! # Ownership of the guest
 //!
@@ -26,8 +26,8 @@
 //! was killed in between would make two guests of it. So the relay beside the source holds EOF back until its QEMU has released
 //! the guest; `handover` has the diagram.
 //!
-//! Before SHUT(0) to the source, every failure leaves the guest with it, and the destination without EOF. Between SHUT(0) and
-//! EOF, some milliseconds, a killed relay leaves the guest paused at the source, complete, and nowhere twice.
+//! Before SHUT(0) to the source, every failure leaves the guest with the source, and the destination without EOF. If a relay is
+//! killed in the milliseconds between SHUT(0) and EOF, the guest is complete and paused at the source, and runs nowhere.
 
 mod pass_on;
 mod restore;
@@ -73,7 +73,7 @@ pub struct RelayReport {
     pub machine: String,
     /// Page compression method of the outgoing side.
     pub method: String,
-    /// Packets by method, where each packet has its own.
+    /// Packets by method, if each packet has its own method.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub methods: Vec<MethodFigures>,
     /// Reason why the stream was passed through byte for byte; `None` for one that was relayed page by page.
@@ -88,9 +88,9 @@ pub struct RelayReport {
 /// Passes one migration on, from its first connection to its end.
 ///
 /// # Errors
-/// Any [`MigrationError`]; all connections are closed then. The source has kept the guest, with exceptions.
-/// [`MigrationError::InDoubt`], [`MigrationError::Released`] and [`MigrationError::PagesMissing`] state what is known. With
-/// [`MigrationError::Destination`] a destination may have refused a guest that the source had released.
+/// Any [`MigrationError`]; all connections are closed then. The source has kept the guest, with four exceptions:
+/// [`MigrationError::InDoubt`], [`MigrationError::Released`] and [`MigrationError::PagesMissing`] state where the guest is. In
+/// the case of [`MigrationError::Destination`], the source may already have released the guest that the destination refused.
 pub fn relay(
     incoming: Incoming<'_>,
     outgoing: &Outgoing<'_>,

@@ -37,14 +37,14 @@ use crate::stream::multifd_recv::Methods;
 /// Time limit for the first page of a source, after its channels.
 const FIRST_PAGES: Duration = Duration::from_secs(1);
 
-/// Most packets before it: a barrier or two.
+/// Packets that are searched for the first page: a barrier or two may precede it.
 const FIRST_PACKETS: usize = 3;
 
-/// Most huge pages of which a part has arrived on a channel: the one that is being sent there, and those whose batches are
-/// being written.
+/// Most huge pages that have partly arrived on a channel: the one that is being sent there, and those whose batches are being
+/// written.
 const HUGE_PAGES: usize = 8;
 
-/// Interval of the checks whether it has arrived.
+/// Poll interval of the wait for the first page.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Passes on the stream of a source that connects to `listener`.
@@ -71,10 +71,10 @@ fn pass_on(
     let memory = settings.limits.memory(0);
     let id = handshake::new_id().map_err(MigrationError::opening)?;
     control.set_id(id);
-    // Booked again below, when the number of channels is known.
+    // Its bytes are counted again below, once the number of channels is known.
     let unbooked = Counters::default();
-    // A watched source is not dropped for its silence. To start the dirty log of a large VM, or on a busy host, takes a QEMU a
-    // minute, in which it answers nothing.
+    // A source that the caller monitors is not dropped for its silence: QEMU can take a minute to start the dirty log of a
+    // large VM, or on a busy host, and sends nothing in that time.
     let silence = match hooks.ownership {
         Some(_) => SilenceLimit::Unlimited,
         None => SilenceLimit::Always(settings.limits.handshake_timeout),
@@ -102,7 +102,7 @@ fn pass_on(
     if setup.postcopy
         && setup.relay.is_none()
         && version_of(&setup.configuration).is_some_and(|version| version <= (7, 2))
-        // QEMU makes this connection in parallel with main, and sends nothing on it at first.
+        // QEMU makes the preempt connection in parallel with main, and sends nothing on it at first.
         && let preempt @ Some(_) = arrivals.another(input.socket(), SETTLE, Some(&early))?
     {
         let why = "postcopy may follow, with a preempt channel from the beginning (machine types up to 7.2)";
@@ -249,12 +249,12 @@ fn pass_on(
 
 /// Connections that may arrive while a relay reads a QEMU's main channel.
 struct Connections<'a, 'l> {
-    /// `None` for a relay, which announces the number of its connections.
+    /// `None` if the source is a relay, which announces the number of its connections.
     arrivals: RefCell<Option<QemuConnections<'l>>>,
     upstream: &'a Upstream,
     uuid: Option<[u8; 16]>,
     postcopy: bool,
-    /// True over TLS: the source waits for its handshake, and continues precopy only after it.
+    /// True over TLS: the source waits for the handshake of its preempt connection before it continues precopy.
     is_secured: bool,
     session: &'a Session<'a>,
 }
@@ -271,7 +271,7 @@ impl<'l> Connections<'_, 'l> {
         {
             // An error of accept is ignored: the source waits, and reports that to its client.
             while let Ok(Some(stream)) = take_one(arrivals) {
-                // That connection is silent until the guest runs there.
+                // The preempt connection is silent until the guest runs at the destination.
                 let is_silent = matches!(stream.wait_readable(Duration::ZERO), Ok(false));
                 let may_be = !stream.is_hung_up() && (is_silent || self.session.may_run_there());
                 if !(may_be && preempt.add(stream)) {
@@ -310,7 +310,8 @@ impl LateConnections for Connections<'_, '_> {
     }
 }
 
-/// Returns the method of a source's packets, from the first of them, which follows the opening at once.
+/// Returns the method of a source's packets, from the first packet with pages, which follows the opening at once. Returns
+/// [`Method::None`] if it does not arrive in time.
 fn first_method(channels: &[Stream], call: &WaitCheck<'_>) -> Result<Method, MigrationError> {
     let deadline = Instant::now() + FIRST_PAGES;
     let mut seen = vec![0; FIRST_PACKETS * HEADER_LEN];

@@ -1,5 +1,5 @@
-//! Restores a VM from a file, start to end: its threads read each page once, from its place into batches. The guest runs
-//! nowhere before all pages were read.
+//! Restores a VM from a file, start to end: threads read each page of the file once, into batches. The guest runs only after
+//! all pages were read.
 
 use std::time::Instant;
 
@@ -19,7 +19,7 @@ use crate::status::Status;
 use crate::stream::handshake;
 use crate::stream::main_recv::WaitCondition;
 
-/// Passes the VM in `file` on, whichever format it has.
+/// Passes the VM in `file` on, in either format.
 pub(crate) fn from(file: &SavedVm, request: Request<'_>) -> Result<Relayed, MigrationError> {
     match file {
         SavedVm::Blocks(file) => run(file, request),
