@@ -8,7 +8,7 @@
 //! | `idxd/` | work queues of Intel's DSA and IAA; zero page detection by DSA |
 //!
 //! Libraries of the vendors are opened at run time: a program starts without them. The formats, and the same work on the CPU,
-//! are in `hotlift-methods`, which hands a device the pages, checks its results, and leaves one that fails.
+//! are in `hotlift-methods`, which passes pages to a device, checks its results, and abandons a device that fails.
 //!
 //! # Example
 //!
@@ -42,7 +42,7 @@ use hotlift_methods::device::Hardware;
 /// Accelerators of the methods.
 pub static HARDWARE: [Hardware; 3] = [qpl::hardware(), uadk::hardware(), qatzip::hardware()];
 
-/// The vendors' own software in place of their devices, for tests and comparisons only. It is slower than ours, and without a
-/// device each call of libqatzip's uses up one of the process's 1024 thread keys. It verifies our use of the libraries on hosts
-/// without a device.
+/// The vendors' own software in place of their devices, for tests and comparisons only. It checks our use of the libraries on
+/// hosts without a device. It is slower than our software, and each call of libqatzip without a device uses up one of the
+/// process's 1024 thread keys.
 pub static VENDOR_SOFTWARE: [Hardware; 2] = [qpl::software(), qatzip::software()];

@@ -103,8 +103,8 @@ fn schedules() -> usize {
     asked.and_then(|text| text.parse().ok()).unwrap_or(1500)
 }
 
-/// Returns pages; the first and the last are nonzero (at their last byte, where the place of a fault counts), followed by as
-/// many with the opposite pattern.
+/// Returns twice the pages of a batch. The first and the last page of the first half are nonzero, at their last byte, so that
+/// the place of a fault matters; the second half has the opposite pattern.
 fn pages() -> Shared<RamBlock> {
     let block = RamBlock::new("ram", 2 * PAGES * PAGE, Backing::Private).expect("memory");
     for page in [0, 3, 5, 6] {
@@ -113,8 +113,8 @@ fn pages() -> Shared<RamBlock> {
     Shared::new(block)
 }
 
-/// Returns the first page of a turn. Consecutive turns in the same of two batches have other pages, so that an answer to one is
-/// wrong for the other.
+/// Returns the first page of a turn. A channel's two batches alternate; in consecutive turns, each batch has the other half of
+/// the pages, so that an answer to its earlier turn is wrong.
 fn first(turn: usize) -> usize {
     turn / 2 % 2 * PAGES
 }

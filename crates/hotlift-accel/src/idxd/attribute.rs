@@ -80,7 +80,7 @@ pub(crate) fn index(folder: &Path, name: &str) -> Result<Option<u32>, SysfsError
     Ok(value.flatten())
 }
 
-/// Returns the boolean of 0 or 1.
+/// Returns a boolean that is stored as 0 or 1.
 pub(crate) fn flag(folder: &Path, name: &str) -> Result<Option<bool>, SysfsError> {
     parsed(folder, name, "0 or 1", |text| match text {
         "0" => Some(false),
@@ -89,7 +89,7 @@ pub(crate) fn flag(folder: &Path, name: &str) -> Result<Option<bool>, SysfsError
     })
 }
 
-/// A set of operations, as `op_cap` and `op_config` have it: 256 bits, bit n for operation code n.
+/// A set of operations, in the format of `op_cap` and `op_config`: 256 bits, bit n for operation code n.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct OpSet([u64; 4]);
 

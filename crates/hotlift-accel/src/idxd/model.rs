@@ -35,7 +35,7 @@ pub struct Behaviour {
     pub list_fault: u32,
     /// Chance of a descriptor that is never answered.
     pub silent: u32,
-    /// True if descriptors wait until later ones are done.
+    /// True if the model delays a descriptor until later ones are done.
     pub shuffled: bool,
     /// True if the kernel does not permit mapping the portal.
     pub unmapped: bool,
@@ -43,7 +43,7 @@ pub struct Behaviour {
     pub unbatched: bool,
     /// True if the kernel accepts nothing by `write`.
     pub unwritten: bool,
-    /// Number of descriptors after which it dies; 0 never.
+    /// Number of descriptors after which the model dies; 0: never.
     pub dies: u64,
     /// Microseconds of delay of each answer.
     pub late: u32,
@@ -77,7 +77,8 @@ impl Default for Behaviour {
 }
 
 impl Behaviour {
-    /// Returns the default with the fields of `text`: `name=number`, separated by colons; `None` if one is unknown.
+    /// Returns the default behaviour with the fields in `text`: `name=number`, separated by colons; `None` if a field is
+    /// unknown.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let mut behaviour = Self::default();
@@ -376,7 +377,7 @@ impl Model {
     }
 }
 
-/// Writes a record, which must be pending. An earlier answer in it belongs to a reused record, a violation by the user.
+/// Writes a record. Panics if the record is not pending: then two descriptors use it at once.
 fn answer(record: &Record, status: u8, result: u8, completed: u32, fault_address: u64) {
     let before = record.read();
     assert!(
@@ -408,7 +409,7 @@ unsafe fn first_other(base: u64, bytes: usize, pattern: u64) -> Option<usize> {
     };
     let words = if base.is_multiple_of(8) { bytes / 8 } else { 0 };
     let found = (0..words * 8).step_by(8).find(word);
-    // The u64 may equal the pattern by now.
+    // Another thread may have changed this u64 to the pattern: then a later byte is found, or none.
     (found.unwrap_or(words * 8)..bytes).find(|at| is_other(*at))
 }
 

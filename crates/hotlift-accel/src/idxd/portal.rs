@@ -115,8 +115,7 @@ impl Enqcmd {
 
 impl Portal for Enqcmd {
     unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted> {
-        // SAFETY: the portal is mapped, the CPU has the instruction, and the descriptor is 64 bytes at
-        // an aligned address.
+        // SAFETY: the portal is mapped, the CPU has the instruction, and the descriptor is 64 aligned bytes.
         let full = unsafe { instructions::enqcmd(self.0.slot(), descriptor) };
         Ok(if full {
             Submitted::Full
@@ -161,8 +160,7 @@ impl Portal for Movdir64b {
         if taken.is_err() {
             return Ok(Submitted::Full);
         }
-        // SAFETY: the portal is mapped, the CPU has the instruction, and the descriptor is 64 bytes at
-        // an aligned address.
+        // SAFETY: the portal is mapped, the CPU has the instruction, and the descriptor is 64 aligned bytes.
         unsafe { instructions::movdir64b(self.mapping.slot(), descriptor) };
         Ok(Submitted::Accepted)
     }

@@ -111,7 +111,7 @@ pub fn open(root: &Path, path: &Path, cpu: CpuFeatures) -> Result<zero::Device, 
     })
 }
 
-/// An open node of a queue, with its ways to submit.
+/// An open queue node, and the two ways to submit through it.
 pub trait Node {
     /// Maps the portal of a queue of that mode and number of entries.
     ///
@@ -124,7 +124,7 @@ pub trait Node {
     /// The CPU must have the instruction of that mode.
     unsafe fn map(&self, mode: Mode, entries: u32) -> io::Result<Box<dyn Portal>>;
 
-    /// Uses submission by the kernel.
+    /// Returns a portal through which the kernel submits, with `write`.
     fn write(self) -> Box<dyn Portal>;
 }
 
@@ -147,7 +147,7 @@ impl Node for File {
 /// Portal of an opened queue: mapped, or written to with system calls.
 pub(crate) struct QueueAccess {
     pub portal: Box<dyn Portal>,
-    /// Reason why it is not mapped, if so.
+    /// Reason why the portal is not mapped; `None` if it is mapped.
     pub written: Option<io::Error>,
 }
 
@@ -209,8 +209,8 @@ impl QueueAccess {
     }
 }
 
-/// Returns true if the device executes two no-ops in one batch. On the first hardware the kernel accepts no batches by `write`,
-/// and its report of operations differs by version.
+/// Returns true if the device executes two no-ops in one batch. Only a test shows this: on the first hardware the kernel
+/// accepts no batches by `write`, and the operations that it reports differ by version.
 pub(crate) fn takes_batches(portal: &dyn Portal, within: Duration) -> bool {
     let records = leaked([Record::default(), Record::default(), Record::default()]);
     let list = leaked([0, 1].map(|at| Descriptor::noop(&raw const records[at])));

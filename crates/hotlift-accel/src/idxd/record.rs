@@ -27,7 +27,7 @@ const TRANSLATION_FAILED: u8 = 0x22;
 /// Bit of the status: the fault was on a write.
 const ON_WRITE: u8 = 0x80;
 
-/// One record, written by a device while a program reads it.
+/// One record. A device writes it while a program reads it.
 #[derive(Debug, Default)]
 #[repr(C, align(32))]
 pub struct Record {

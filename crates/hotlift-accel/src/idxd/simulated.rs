@@ -16,10 +16,10 @@ use super::portal::{Portal, Submitted};
 use super::queue::{Node, QueueError, enter, takes_batches};
 use super::{CpuFeatures, Mode, zero};
 
-/// Scheduling allowance of a model's thread.
+/// Timeout of the no-op test: a busy host may not schedule the model's thread for long.
 const MODEL_PROBE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Opens a queue of this behaviour, whose faults begin after the test of the queue.
+/// Opens a simulated queue with this behaviour. Its faults begin after the test of the queue.
 ///
 /// # Errors
 ///

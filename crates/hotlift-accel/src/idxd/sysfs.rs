@@ -56,14 +56,14 @@ pub enum State {
 pub enum Mode {
     /// Any number of processes, by ENQCMD, which can report that the queue is full.
     Shared,
-    /// One opener, by MOVDIR64B; it must count entries itself.
+    /// One opener, by MOVDIR64B, which must count the queue's used entries itself.
     Dedicated,
 }
 
 /// A device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Device {
-    /// As in `dsa0`.
+    /// Name, as in `dsa0`.
     pub name: String,
     /// Its function.
     pub kind: DeviceKind,
@@ -98,7 +98,7 @@ pub struct Device {
 /// An engine, which executes descriptors of its group's queues.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Engine {
-    /// As in `engine0.1`.
+    /// Name, as in `engine0.1`.
     pub name: String,
     /// Its group; `None` if it has none.
     pub group: Option<u32>,
@@ -107,7 +107,7 @@ pub struct Engine {
 /// A work queue.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkQueue {
-    /// As in `wq0.1`.
+    /// Name, as in `wq0.1`.
     pub name: String,
     /// Node in `/dev` that a process opens; exists while the queue is enabled and its type is user.
     pub node: PathBuf,
@@ -137,9 +137,9 @@ pub struct WorkQueue {
     pub max_transfer_size: Option<u64>,
     /// Permitted operations.
     pub op_config: Option<OpSet>,
-    /// True if it must not request translations from the IOMMU.
+    /// True if the device must not request address translations from the IOMMU for this queue.
     pub ats_disable: Option<bool>,
-    /// True if it must not request absent pages.
+    /// True if the device must not request absent pages for this queue.
     pub prs_disable: Option<bool>,
     /// Entries in use.
     pub occupancy: Option<u32>,

@@ -42,8 +42,8 @@ mod instructions {
 
     use super::{Completion, Record};
 
-    /// Cycles of the time stamp counter: 4 us at 2.5 GHz. UMWAIT watches only one line, so the end of later batches goes
-    /// unnoticed; a batch of 128 pages takes a device 20 us.
+    /// Longest wait, in cycles of the time stamp counter: 4 us at 2.5 GHz. UMWAIT watches only the record of one batch, so the
+    /// wait must be short compared with a batch: a device takes 20 us for 128 pages.
     const LONGEST: u64 = 10_000;
 
     /// C0.1 in Intel's manual: the state with the faster wake-up.
@@ -55,7 +55,7 @@ mod instructions {
     pub(super) unsafe fn monitor(record: &Record) {
         // SAFETY: the instruction only arms a monitor on the line; the caller guarantees that it exists.
         unsafe { asm!("umonitor {0}", in(reg) record, options(nostack, preserves_flags)) };
-        // A write before the monitor was armed ends no wait.
+        // UMWAIT does not return for a write that came before the monitor was armed.
         if record.read() != Completion::Pending {
             return;
         }

@@ -24,12 +24,13 @@ use super::sync::{
 };
 use super::wait::Waiter;
 
-/// Retries of a full queue: as many as QEMU's series gives a batch of 128. After them the CPU does the rest of the batch, which
-/// gives the queue time too.
+/// Retries of a full queue, with the value of QEMU's patch series for a batch of 128 pages. After them the CPU checks the rest
+/// of the batch, which also gives the queue time to drain.
 const FULL_RETRIES: u32 = 12_800;
 
-/// Consecutive batches that find the queue full before it is abandoned. Other users free it sooner; a dead or disabled shared
-/// queue reports only that it is full.
+/// Consecutive batches that may find the queue full; then the device is taken out of service. A queue that other users have
+/// filled has room sooner. A dead device or disabled queue is not reported otherwise: a shared queue only reports that it is
+/// full.
 const REFUSED: u32 = 64;
 
 /// Timeout of a batch. A device checks 128 pages in 20 us; a page fault that the system serves takes a millisecond at worst.
@@ -79,7 +80,7 @@ pub struct ZeroFinder {
 #[derive(Default)]
 struct InFlightBatches {
     list: Vec<(Box<BatchMemory>, Arc<Slot>)>,
-    /// Batches about to be added to the list.
+    /// Batches that are being submitted, and are not in the list yet.
     coming: usize,
     closed: bool,
     /// True if the completion thread has ended.
@@ -89,14 +90,14 @@ struct InFlightBatches {
 /// A device and its service state.
 struct Service {
     device: Device,
-    /// True if it is on the node of the checked memory.
+    /// True if the device is on the NUMA node of the checked memory.
     near: bool,
-    /// Consecutive batches that it refused completely.
+    /// Consecutive batches of which the device accepted nothing.
     refused: AtomicU32,
     out: OnceLock<String>,
 }
 
-/// Return path of a batch.
+/// Place through which the completion thread returns a batch to its channel.
 #[derive(Default)]
 struct Slot {
     landed: Mutex<Option<BatchReturn>>,
@@ -105,7 +106,7 @@ struct Slot {
 
 enum BatchReturn {
     Done(Box<BatchMemory>),
-    /// The device did not answer. It may still write to the flight's memory, which is never freed.
+    /// The device did not answer. It may still write to the batch's memory, which is never freed.
     Lost(usize),
 }
 
@@ -114,8 +115,8 @@ struct BatchMemory {
     pages: Vec<Page>,
     descriptors: Box<[Descriptor]>,
     records: Box<[Record]>,
-    /// Submitted descriptors as counts of pages, from the first page on. A head of one page uses the page's own record, a
-    /// longer one the batch record of its number.
+    /// Page counts of the submitted descriptors, from the first page on. A descriptor for one page uses the page's own record;
+    /// one for several pages uses the next of `head_records`.
     heads: Vec<usize>,
     head_records: Box<[Record]>,
     /// Index of the device.
@@ -123,14 +124,14 @@ struct BatchMemory {
     begun: Option<Instant>,
 }
 
-/// A page's address, as a mere number. The caller guarantees its content.
+/// Address of a page. The [`ZeroBatch`] keeps the page borrowed.
 #[derive(Debug, Clone, Copy)]
 struct Page(*const u8);
 
 // SAFETY: an address is a number.
 unsafe impl Send for Page {}
 
-// SAFETY: descriptors hold addresses of the flight's own memory, and of pages that are only read.
+// SAFETY: descriptors hold addresses of this batch's own memory, and of pages that are only read.
 unsafe impl Send for BatchMemory {}
 
 /// A channel's batch of pages, reused from packet to packet. Dropping it waits for a batch in flight.
@@ -272,7 +273,7 @@ impl ZeroFinder {
                     }
                 }
             }
-            // The oldest is the likeliest to end next.
+            // The oldest batch probably completes first.
             let mut heads = flying.iter().flat_map(|(flight, _)| flight.head_records());
             if let Some(record) = heads.find(|record| record.read() == Completion::Pending) {
                 self.waiter.wait(record);
@@ -317,7 +318,8 @@ impl ZeroFinder {
     }
 }
 
-/// Batches that the completion thread polls. If it panics, its batches come back as lost; the CPU checks later ones.
+/// Batches that the completion thread polls. If that thread panics, they are returned as lost; later batches are left to the
+/// CPU.
 struct PolledBatches<'a> {
     finder: &'a ZeroFinder,
     list: Vec<(Box<BatchMemory>, Arc<Slot>)>,
@@ -335,7 +337,7 @@ impl Drop for PolledBatches<'_> {
     }
 }
 
-/// A batch during its submission: the device may have a part of it.
+/// A batch during its submission: the device may already have some of its descriptors.
 struct Submission<'a> {
     finder: &'a ZeroFinder,
     slot: &'a Slot,
@@ -375,7 +377,7 @@ impl Slot {
         self.wake.notify_all();
     }
 
-    /// Leaks a flight that a device may still write to.
+    /// Leaks the memory of a batch, to which a device may still write.
     fn lose(&self, flight: Box<BatchMemory>) {
         let pages = flight.pages.len();
         std::mem::forget(flight);
@@ -509,8 +511,8 @@ impl<'a> ZeroBatch<'a> {
                 let count = u32::try_from(pages).unwrap_or(u32::MAX);
                 Descriptor::batch(&raw const flight.descriptors[first], count, record)
             };
-            // SAFETY: a flight is on the heap, and only a complete one is reused or freed. Its pages are guest memory, borrowed
-            // until the wait for the batch ends. A device that has not answered by then never writes to them, and its reads
+            // SAFETY: the batch's memory is on the heap, and is reused or freed only after the batch is complete. Its pages are
+            // guest memory, borrowed until the wait for the batch ends. The device never writes to the pages; its later reads
             // fail if they are unmapped.
             match unsafe { device.portal.submit(&head) } {
                 Ok(Submitted::Accepted) => {
@@ -547,8 +549,8 @@ impl<'a> ZeroBatch<'a> {
             return;
         }
         let (mut hardware, mut software) = (0, 0);
-        // The batch is whole and empty before the first verdict: `verdict` may panic, and the drop of a batch without its
-        // flight would wait for it.
+        // The batch gets its memory back, and is emptied, before the first verdict: `verdict` may panic, and dropping a batch
+        // without its memory would wait for it again.
         let flight = match self.slot.wait() {
             BatchReturn::Done(flight) => self.flight.insert(flight),
             BatchReturn::Lost(pages) => {

@@ -28,7 +28,7 @@ pub(super) enum Backend {
     /// The device only, without a software fallback.
     Hardware,
     /// The library's own software, unless there is a device: for tests of the library's interface and for comparisons. It is
-    /// slower than ours, and without a device every call uses up one of the process's thread keys.
+    /// slower than our software, and without a device every call uses up one of the process's thread keys.
     LibrarySoftware,
 }
 
@@ -122,7 +122,7 @@ impl Session {
         // SAFETY: a session that is set up.
         let room = unsafe { (self.library.qzMaxCompressedLength)(bytes, &raw mut *self.raw) };
         let room = room as usize;
-        // 9/8 and a little more in 1.3.1 and 2.0.0.
+        // libqatzip 1.3.1 and 2.0.0 return 9/8 of the input and a little more.
         if (pages..=2 * pages + PAGE_SIZE).contains(&room) {
             Ok(room)
         } else {

@@ -1,9 +1,9 @@
 //! Jobs of libqpl: one per page in flight, for one encoder or decoder.
 //!
-//! Compression is a single pass with fixed Huffman codes, as in QEMU. Codes per page would give 1.39 times the ratio (2.71 to
-//! 1.95 on Silesia's pages, libqpl 1.9.0). But they need a second pass through the device, and the CPU makes the codes and
-//! submits again. That is the work that the device should save, and it halves the device's rate. Users who want ratio have
-//! zstd. The device does not verify its output, which would be a third pass.
+//! Compression is a single pass with fixed Huffman codes, as in QEMU. Codes per page would raise the ratio by a factor of 1.39
+//! (2.71 instead of 1.95 on Silesia's pages, libqpl 1.9.0). But they need a second pass through the device, which halves its
+//! rate, and the CPU has to make the codes and submit again: work that the device should save. Users who want ratio have zstd.
+//! The device does not verify its output, which would be a third pass.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
@@ -46,7 +46,7 @@ pub(super) struct Pool {
     jobs: Vec<Memory>,
     /// Output of the jobs, a page per job. All pages are touched, since device page faults are slow.
     output: Memory,
-    /// Code of the last job on the software path, whose jobs end when they are submitted.
+    /// Status of the last job on the software path, where a job ends inside its submission.
     done: u32,
 }
 

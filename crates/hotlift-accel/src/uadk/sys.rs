@@ -12,7 +12,8 @@ pub(super) const SONAME: &str = "libwd_comp.so.2";
 /// Environment variable that names another file for it.
 pub(super) const VARIABLE: &str = "HOTLIFT_LIBWD";
 
-/// Zeroes after each structure, in case a later library reads more. The setup has a table of memory functions there by now.
+/// Zeroes after each structure, in case a later library reads more: in later headers, the setup has a table of memory functions
+/// there.
 pub(super) const SLACK: usize = 256;
 
 /// `SCHED_POLICY_RR`: round robin over the contexts.
