@@ -1,7 +1,7 @@
 //! Measures the crate's main functions: `memory_speed zero|detect|copy|untouched|sockets`.
 //!
-//! Every figure is the best of several passes in CPU time of its thread, because other load can only slow it down. The rates of
-//! sockets are in wall time, which other load distorts.
+//! Every figure is the best of several passes, in CPU time of the measured thread, because other load can only slow it down.
+//! The rates of sockets are in wall time, which other load distorts.
 
 #![allow(
     clippy::print_stdout,

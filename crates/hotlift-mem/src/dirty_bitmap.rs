@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// One bit for each page of a RAM block (QEMU's `RAMBlock::bmap`), initially clear.
 ///
 /// A taker clears bits *before* it reads their pages; a marker sets a page's bit *after* it wrote the page. All changes are
-/// read-modify-write operations with acquire and release on one word. So either the taker sees the write, or the bit that
-/// follows the write survives the taker. This is why no method skips the write if a bit is already set: even on x86, a plain
-/// load may pass the page write in the store buffer. The taker would then read the old page under a consumed bit.
+/// read-modify-write operations with acquire and release on one word. So either the taker sees the write, or the bit is set
+/// after the taker's clear and stays. This is why no method skips the change if a bit is already set: even on x86, a plain load
+/// may pass the page write in the store buffer. The taker would then read the old page under a consumed bit.
 ///
 /// Pages past the end do not exist: setting them has no effect and is not counted.
 #[derive(Debug)]

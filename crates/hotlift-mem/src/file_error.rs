@@ -26,12 +26,12 @@ impl FileError {
         }
     }
 
-    /// Does the same for a file that cannot be read.
+    /// Creates the error of a failed read of `path`, for [`Result::map_err`].
     pub fn reading(path: &Path) -> impl Fn(io::Error) -> Self + Copy {
         Self::of("read", path)
     }
 
-    /// Does the same for a file that cannot be written.
+    /// Creates the error of a failed write of `path`, for [`Result::map_err`].
     pub fn writing(path: &Path) -> impl Fn(io::Error) -> Self + Copy {
         Self::of("write", path)
     }

@@ -94,7 +94,7 @@ impl<'a> GuestRun<'a> {
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), self.ptr, self.len) }
     }
 
-    /// Does the same past the caches, for pages that are not read soon.
+    /// Copies `from` in, with stores past the caches: for pages that are not read soon.
     ///
     /// # Panics
     ///

@@ -14,7 +14,8 @@
 //! | `sock`, `splice` | send pages to a socket, or receive them, without a copy |
 //! | `forward` | forwards pages from socket to socket without a copy |
 //!
-//! `stdio` only needs code that runs before `main`; `error_line`, `lock` and `wait` are shared by all crates.
+//! `stdio` is here because its code runs before `main`, which needs `unsafe`; `error_line`, `lock` and `wait` are shared by all
+//! crates.
 //!
 //! # Sharing memory with a running guest
 //!

@@ -25,8 +25,8 @@ pub(crate) fn populate(run: GuestRun<'_>) -> rustix::io::Result<()> {
 
 /// Writes to each page without changing it, even with concurrent writers.
 ///
-/// It exchanges a zero for a zero: the compiler turns `fetch_or(0)` into a plain load, which only maps the zero page. A nonzero
-/// byte already has memory.
+/// Exchanges a zero byte for zero, which is a write; a nonzero byte already has memory. `fetch_or(0)` would not do: the
+/// compiler turns it into a plain load, which only maps the zero page.
 fn touch(run: GuestRun<'_>) {
     for offset in (0..run.len()).step_by(PAGE_SIZE) {
         // SAFETY: the byte is in the run; a byte is always aligned, and access to it is atomic.

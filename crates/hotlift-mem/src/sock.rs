@@ -48,9 +48,9 @@ impl IoScratch {
     }
 }
 
-/// Limits a TCP socket's unsent bytes to `bytes` (`TCP_NOTSENT_LOWAT`). The receiver's acknowledgements would push out further
-/// queued data, in the receiver's CPU time if both are on one host. Unlike a smaller send buffer this does not limit the data
-/// in flight, so a long link is still filled.
+/// Limits a TCP socket's unsent bytes to `bytes` (`TCP_NOTSENT_LOWAT`). Without the limit, the receiver's acknowledgements push
+/// out the queued data, in the receiver's CPU time if both are on one host. Unlike a smaller send buffer this does not limit
+/// the data in flight, so a long link is still filled.
 ///
 /// # Errors
 /// The system's reason; a socket that is not TCP has no such limit.

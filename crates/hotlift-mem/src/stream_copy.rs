@@ -39,7 +39,7 @@ mod x86 {
     /// Size of one store; every x86-64 CPU has it (SSE2).
     const STORE: usize = size_of::<__m128i>();
 
-    /// Does the same as [`super::copy`].
+    /// Copies as [`super::copy`] does, with SSE2.
     ///
     /// # Safety
     ///

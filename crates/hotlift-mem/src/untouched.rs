@@ -40,7 +40,7 @@ pub(crate) fn in_page_tables(start: usize, pages: usize, out: &mut [u64]) -> boo
         || mark_touched(out)
 }
 
-/// Does the same as [`in_page_tables`], for shared memory that maps `file` from byte `start` on.
+/// Sets the bits as [`in_page_tables`] does, for shared memory that maps `file` from byte `start` on.
 pub(crate) fn in_file(file: BorrowedFd<'_>, start: u64, pages: usize, out: &mut [u64]) -> bool {
     holes(file, start, pages, out).is_ok() || mark_touched(out)
 }

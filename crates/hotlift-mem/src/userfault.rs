@@ -119,8 +119,8 @@ const fn opcode(request: u32) -> Opcode {
     request as Opcode
 }
 
-/// Calls an ioctl whose argument, of the ioctl's own type, the kernel reads and changes. It only fills missing pages of this
-/// process's memory, which is equivalent to a write by the guest.
+/// Calls an ioctl whose argument, of the ioctl's own type, the kernel reads and changes. The ioctls here at most fill missing
+/// pages of this process's memory, which is equivalent to a write by the guest.
 fn update<const OPCODE: Opcode, T>(fd: &OwnedFd, argument: &mut T) -> rustix::io::Result<()> {
     // SAFETY: all callers are in this file, with the type that belongs to the request.
     unsafe { ioctl(fd, Updater::<OPCODE, T>::new(argument)) }
@@ -180,8 +180,8 @@ pub struct MissingPages {
 }
 
 impl MissingPages {
-    /// Makes every absent page of `blocks` missing from now on. Transparent huge pages are disabled for them until the end: one
-    /// would fill the neighbours of the touched page.
+    /// Registers `blocks`: from now on, a touch of a page without memory waits until the page is placed. Transparent huge pages
+    /// are disabled for the blocks until the end: a huge page would fill the neighbours of the touched page.
     ///
     /// # Errors
     /// [`MemError::NoUserfault`] if this process cannot use userfaultfd; [`MemError::NotLazy`] for a block whose kind of memory

@@ -31,7 +31,7 @@ pub fn poll_until(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Resu
 pub fn wait_readable(fds: &[BorrowedFd<'_>], deadline: Option<Instant>) -> bool {
     let polled = |fd: &_| PollFd::from_borrowed_fd(*fd, PollFlags::IN);
     let mut polled: Vec<_> = fds.iter().map(polled).collect();
-    // Without memory for the call the caller checks the condition itself.
+    // An error means that the kernel has no memory for the call: the caller then checks its condition itself.
     let waited = poll_until(&mut polled, deadline).is_ok();
     waited && polled.first().is_some_and(|fd| !fd.revents().is_empty())
 }

@@ -69,8 +69,8 @@ pub fn is_zero(bytes: &[u8]) -> bool {
     unsafe { is_zero_raw(bytes.as_ptr(), bytes.len()) }
 }
 
-/// Does the same as [`is_zero`], for memory with concurrent writers; bytes written during the call count with their old or new
-/// value.
+/// Returns true if every byte of memory with concurrent writers is zero; bytes written during the call count with their old or
+/// new value.
 ///
 /// # Safety
 ///
