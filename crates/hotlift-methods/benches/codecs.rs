@@ -170,7 +170,8 @@ fn read_folder(folder: &Path) -> Result<Vec<u8>> {
 trait Codec {
     /// Encodes a packet; returns the payload's size.
     fn encode(&mut self, packet: &[u8]) -> Result<usize>;
-    /// Prepares to decode to that place in the memory: the list of a packet's pages comes from its header, for every method.
+    /// Prepares to decode to that place in the memory. Not timed: every method gets the list of a packet's pages from the
+    /// packet's header.
     fn prepare(&mut self, _place: usize) -> Result<()> {
         Ok(())
     }

@@ -9,7 +9,7 @@ use crate::device::Hardware;
 /// Reason why a program without accelerators uses none.
 pub const NOT_BUILT_IN: &str = "this program is built without accelerators";
 
-/// Use of a method's accelerator, one of those that the program hands in.
+/// Use of the accelerators that the program passes in.
 #[derive(Debug, Clone, Copy)]
 pub enum Accelerator {
     /// Uses a working accelerator if the host has one. The CPU does the rest, including failed jobs.
@@ -82,8 +82,8 @@ pub struct EncoderSettings {
     /// True if the receiver is a Hotlift, which reads all that the method can write. A QEMU without an accelerator reads less
     /// (see `uadk`).
     pub to_hotlift: bool,
-    /// Maximum distance of a back-reference in bytes, which the receiver must buffer. Only zstd's levels from 4 on refer to
-    /// earlier packets at a distance of their own.
+    /// Maximum window in bytes, which the receiver must buffer. Only zstd's levels from 4 on have a window that spans packets;
+    /// all other encoders ignore it.
     pub window_max: usize,
 }
 

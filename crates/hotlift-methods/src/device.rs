@@ -1,11 +1,12 @@
-//! What an accelerator provides: devices for pages and for gzip members.
+//! Interface of accelerators: devices for pages and for gzip members.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use crate::library;
 
-/// Accelerator of one method. A program hands those it has to encoders and decoders, in [`Accelerator`](crate::Accelerator).
+/// Accelerator of one method. A program passes its accelerators to encoders and decoders in
+/// [`Accelerator`](crate::Accelerator).
 #[derive(Debug)]
 pub struct Hardware {
     /// Name of the method, as in [`METHODS`](crate::METHODS).

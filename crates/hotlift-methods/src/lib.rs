@@ -17,7 +17,7 @@
 //! | `qatzip/` | gzip members with QAT's extra field |
 //! | `lz4/` | an LZ4 block per packet; only between two Hotlifts |
 //! | `accelerator` | use of accelerators: setting, job counts |
-//! | `device` | interface of accelerators, which a program hands in: `hotlift-accel` has the vendors' |
+//! | `device` | interface of accelerators, which a program passes in: `hotlift-accel` has the vendors' |
 //! | `check` | input that encoders reject: partial pages, levels out of range |
 //! | `environment` | permission to read settings from the environment |
 //! | `library` | libraries opened at run time, each with a table of its functions |

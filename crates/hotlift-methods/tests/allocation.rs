@@ -110,7 +110,7 @@ fn no_page_of_compress_allocates_after_the_warm_up() {
 fn no_packet_on_a_device_allocates_after_the_warm_up() {
     let simulated = Simulated::take();
     for method in METHODS.iter().filter(|method| method.hardware.is_some()) {
-        // The second is a device that leaves much to the CPU.
+        // The second device leaves many jobs to the CPU.
         for behaviour in ["", "busy=3,depth=20"] {
             simulated.behave(behaviour);
             let settings = EncoderSettings {

@@ -1,8 +1,8 @@
 //! ISA-L's igzip, found at run time.
 //!
-//! Distributions ship it as `libisal2`; a build needs autotools and an assembler. So the first encoder opens it, and each
-//! method tests it on a sample before use. A failed test disables it. Only our own pages pass through it: a peer's data never
-//! reaches a library that was found at run time.
+//! Distributions ship it as `libisal2`; a build of our own would need autotools and an assembler. So the first encoder opens
+//! the library, and each method tests it on a sample before use. A failed test disables it. Only our own pages pass through it:
+//! a peer's data never reaches a library that was found at run time.
 
 mod stateless;
 mod sys;

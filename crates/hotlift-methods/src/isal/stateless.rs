@@ -23,8 +23,8 @@ pub(crate) struct Stateless {
 
 /// Origin of the Huffman codes.
 enum Codes {
-    /// From samples, by igzip's level 0, which writes tokens by codes that are fixed before it starts. Its own codes fit no
-    /// data in particular. Those of a packet's sample cost almost nothing and shrink the output by a fifth.
+    /// From samples of the input, by igzip's level 0, whose codes are fixed before it compresses. The library's default codes
+    /// fit no particular data. Codes from a packet's sample cost almost nothing and shrink the output by a fifth.
     Sampled {
         codes: Box<Hufftables>,
         histogram: Box<Histogram>,

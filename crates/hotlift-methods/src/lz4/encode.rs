@@ -10,7 +10,7 @@ use crate::{Encode, MethodError, check};
 /// LZ4 acceleration; the library's default is 1. Measured on nine Silesia files (Xeon of 2.5 GHz, liblz4 1.10, 512 KiB a
 /// packet, `benches/codecs.rs --levels --only lz4`). Encode time, decode time and ratio are relative to the default:
 ///
-/// | jump | encode | decode | ratio |
+/// | acceleration | encode | decode | ratio |
 /// |---|---|---|---|
 /// | 2 | 0.90 | 0.97 | 0.967 |
 /// | 3 | 0.87 | 0.98 | 0.944 |
@@ -18,7 +18,7 @@ use crate::{Encode, MethodError, check};
 /// | 6 | 0.78 | 0.94 | 0.883 |
 /// | 8 | 0.73 | 0.95 | 0.854 |
 ///
-/// On the links for this method, bandwidth is plentiful and CPU time on both hosts is scarce. zstd serves users who want ratio.
+/// This method is for links with plentiful bandwidth, where CPU time on both hosts is scarce; zstd serves users who want ratio.
 /// Slower alternatives: 64 KiB blocks (1.2 times the decode time), decoding to own memory with a copy past the cache (1.3
 /// times), page prefetch (1.2).
 const ACCELERATION: c_int = 6;

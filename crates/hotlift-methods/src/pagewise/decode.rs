@@ -26,7 +26,7 @@ struct Cpu {
 }
 
 impl Decoder {
-    /// Returns a decoder that decompresses pages on the device. The CPU processes the pages that the device leaves.
+    /// Returns a decoder that decompresses pages on the device, and on the CPU the pages that the device does not process.
     pub(crate) fn new(
         method: &'static str,
         wrapper: Wrapper,
@@ -49,7 +49,7 @@ impl Decoder {
         let expected = target.bytes();
         let pages = expected / PAGE_SIZE;
         if pages * PAGE_SIZE != expected {
-            // A payload gives whole pages.
+            // A payload holds whole pages only.
             return Err(MethodError::short(
                 self.method,
                 payload,
@@ -101,7 +101,7 @@ impl Decoder {
                 page(stream, place)?;
             }
         } else {
-            // Runs that are not whole pages: unused, but allowed.
+            // Runs of partial pages: the engine passes none, but `Decode::decode` permits them.
             for (i, stream) in streams.enumerate() {
                 let place = Extent {
                     ptr: self.scratch.as_mut_ptr(),

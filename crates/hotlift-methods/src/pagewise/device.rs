@@ -10,9 +10,9 @@ use crate::libdeflate::{self, Decompressor};
 use crate::target::Extent;
 use crate::{Accelerator, Jobs, MethodError, RunsOn};
 
-/// Retries of a page if the device's queue is full (QEMU: 3). Then the CPU processes it, which gives the queue time.
+/// Retries of a page if the device's queue is full (QEMU: 3). Then the CPU processes the page, while the queue drains.
 const RETRIES: u32 = 3;
-/// Consecutive failures before the device is abandoned. The CPU repeats each page; eight failures are no accident.
+/// Consecutive failures before the device is abandoned: more than chance explains. The CPU repeats each failed page.
 const FAILURES: u32 = 8;
 /// Consecutive pages that found the queue full before the device is abandoned: 64 packets, which take the CPU a tenth of a
 /// second. Other users of a shared queue free it sooner. A dead device reports only a full queue.
@@ -77,7 +77,7 @@ impl Service {
         }
     }
 
-    /// Starts a packet whose pages are made of `inputs`; `None` is a page that the device must not process.
+    /// Starts a packet whose pages are made from `inputs`; `None` stands for a page that the device must not process.
     pub(crate) fn packet<'i, I>(&mut self, inputs: I) -> Packet<'_, 'i, I>
     where
         I: Iterator<Item = Option<&'i [u8]>>,
@@ -178,7 +178,7 @@ impl Service {
         self.leave("a job did not end");
     }
 
-    /// Collects unneeded jobs, and leaves a device that failed.
+    /// Collects unneeded jobs, and releases a device that failed.
     fn settle(&mut self) {
         for slot in 0..self.in_flight.len() {
             self.collect(slot);
@@ -196,8 +196,8 @@ impl Service {
     }
 }
 
-/// The pages of a packet in the device. It submits as many as the device accepts before it waits for the first, and another one
-/// after each that returns.
+/// The pages of a packet in the device. It submits all pages that the device accepts before it waits for the first, and another
+/// page after each that returns.
 ///
 /// The drop ends the device's use of the inputs, so a packet must not be leaked.
 pub(crate) struct Packet<'s, 'i, I: Iterator<Item = Option<&'i [u8]>>> {

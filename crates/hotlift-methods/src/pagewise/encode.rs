@@ -25,7 +25,7 @@ struct Cpu {
 }
 
 impl Encoder {
-    /// Returns an encoder that compresses pages on the device. The CPU processes the pages that the device leaves.
+    /// Returns an encoder that compresses pages on the device, and on the CPU the pages that the device does not process.
     pub(crate) fn new(
         method: &'static str,
         wrapper: Wrapper,
@@ -43,7 +43,8 @@ impl Encoder {
         })
     }
 
-    /// Returns an encoder that sends pages uncompressed that the device leaves.
+    /// Returns an encoder that compresses pages on the device, and sends the pages uncompressed that the device does not
+    /// process.
     pub(crate) fn without_software(
         method: &'static str,
         wrapper: Wrapper,

@@ -92,8 +92,8 @@ impl Decoder {
         match target.contiguous() {
             Some(extent) => self.frame_into(payload, extent),
             None => {
-                // The copy takes 14 % more time. Run by run through the library's own window takes as much; stores past the
-                // cache take more.
+                // Decoding to the scratch with a copy takes 14 % more time. Decoding run by run through the library's own
+                // window takes as much; a copy with stores past the cache takes more.
                 let bytes = target.bytes();
                 if self.scratch.len() < bytes {
                     self.scratch.resize(bytes, 0);

@@ -14,8 +14,8 @@ use serde_json::{Value, json};
 
 use super::stream::{RAM_PAGES, Stream, ram_page};
 
-/// Timeout of a QEMU without output or reads, after which it counts as hanging. That is how a destination rejects a payload:
-/// the channel's thread ends, and in 7.2 as in 10.0 the main thread, and QMP with it, waits for that channel's SYNC forever.
+/// Time without output or reads after which a QEMU counts as hanging. A destination that rejects a payload hangs: the channel's
+/// thread ends, and the main thread, with QMP, waits for that channel's SYNC forever, in 7.2 as in 10.0.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Multifd channels of the recorded streams.
