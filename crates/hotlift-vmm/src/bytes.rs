@@ -22,8 +22,8 @@ pub(crate) fn low_u8(n: u64) -> u8 {
     n.to_le_bytes()[0]
 }
 
-/// Maps `random` evenly to `0..bound` (0 if `bound` is 0): the high half of the product, which the guest program's `mul` leaves
-/// in rdx.
+/// Maps `random` evenly to `0..bound` (0 if `bound` is 0): the high half of their product. The guest program computes it with
+/// `mul`, which leaves it in rdx.
 pub(crate) fn reduce(random: u64, bound: u64) -> u64 {
     let product = u128::from(random) * u128::from(bound);
     u64::try_from(product >> 64).unwrap_or(0)

@@ -265,7 +265,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Sorts devices: the guest's own, and one of name `vcpu_idstr` for each vCPU, in order.
+/// Returns the payloads of the guest's own device, and of the device `vcpu_idstr` of each vCPU, in the order of the vCPUs.
 pub(crate) fn sort<'a>(
     devices: &'a [DeviceState],
     vcpu_idstr: &'static str,
@@ -356,7 +356,8 @@ pub(crate) fn save_guest(program: &Program, digest: &Digest) -> DeviceState {
     fields.device(GUEST, 0, GUEST_VERSION)
 }
 
-/// Reads that device. RAM size and number of vCPUs must match `here`; the other values replace those of `here`.
+/// Reads the device of [`save_guest`]. RAM size and number of vCPUs must match `here`; the other values replace those of
+/// `here`.
 pub(crate) fn load_guest(payload: &[u8], here: &Layout) -> Result<(Program, Digest), DeviceError> {
     let mut fields = Fields::parse(GUEST, payload)?;
     let settings = fields.take_exact::<44>(SETTINGS, "settings")?;

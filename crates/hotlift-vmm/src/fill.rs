@@ -285,12 +285,12 @@ impl Zeros {
         Ok(Self { share, seed })
     }
 
-    /// Returns the zero pages before block `block`; keeps the share for any number of pages.
+    /// Returns the number of zero pages before block `block`, which has the requested share at every block.
     fn before(&self, block: u64) -> u64 {
         self.of(block.saturating_mul(BLOCK))
     }
 
-    /// Returns the zero pages of that number of pages.
+    /// Returns the number of zero pages among the first `pages` pages.
     fn of(&self, pages: u64) -> u64 {
         let zeros = (u128::from(pages) * u128::from(self.share)) >> 32;
         u64::try_from(zeros).unwrap_or(u64::MAX)

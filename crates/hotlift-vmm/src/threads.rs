@@ -30,8 +30,8 @@ pub(crate) struct Workers(Arc<Shared>);
 
 struct Shared {
     ram: Arc<RamBlock>,
-    /// Pages written since the last fetch. Always marked, even without a log: so no write is lost between the start of the log
-    /// and the start of marking.
+    /// Pages written since the last fetch. Always marked, even while no log is active: otherwise, writes between the start of
+    /// the log and the start of marking would be lost.
     dirty: DirtyBitmap,
     common: Arc<Common>,
     /// False if workers must stop. Checked before each write, where a lock would cost more than the write.

@@ -69,8 +69,8 @@ impl DirtyLog {
 
     /// Fetches the log; returns the number of new bits in `into`.
     pub fn sync(&self, vm: &VmFd, ram: &RamBlock, into: &DirtyBitmap) -> Result<u64, KvmError> {
-        // No thread may clear during a fetch. A fetched bit that a thread with an older fetch clears, and that a write sets
-        // again, would be lost with the next clear.
+        // No thread may clear during a fetch: a thread with an older fetch could clear a bit that this fetch returns. If the
+        // guest then writes the page, the bit is set again, and the next clear would lose it.
         let fetched = self.fetched.write().unwrap_or_else(PoisonError::into_inner);
         let words = vm
             .get_dirty_log(SLOT, ram.len())

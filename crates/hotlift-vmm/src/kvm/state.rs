@@ -108,7 +108,7 @@ pub(super) struct Model {
 }
 
 impl Model {
-    /// Tests on `vcpu`, which has not run, which of KVM's MSRs can be migrated.
+    /// Tests which of KVM's MSRs can be migrated, with `vcpu`, which must not have run.
     pub fn new(vcpu: &VcpuFd, xsave_len: usize, listed: &[u32]) -> Self {
         let carried = |&index: &u32| {
             let Ok(mut one) = msr_list(&[(index, 0)]) else {
@@ -123,7 +123,8 @@ impl Model {
             .filter(carried)
             .take(MAX_MSRS)
             .collect();
-        // Last: the deadline is a time of this clock, and the clock should lose as little as possible.
+        // The deadline is a time of the TSC, so it comes after the TSC. Both are last, so that the guest's clock loses little
+        // time.
         msrs.sort_by_key(|&index| match index {
             MSR_TSC => 1,
             MSR_TSC_DEADLINE => 2,

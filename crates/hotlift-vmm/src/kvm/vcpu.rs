@@ -1,7 +1,7 @@
 //! A vCPU: its thread, its exits, and its stop.
 //!
 //! To stop a vCPU, `immediate_exit` is set in the structure that it shares with KVM, and then its thread gets a signal. The
-//! first catches a thread that is about to enter the guest, the second one that is inside. The thread leaves its loop on EINTR
+//! byte stops a thread that is about to enter the guest, the signal one that is inside. The thread leaves its loop on EINTR
 //! only: KVM finishes a begun port access before it returns EINTR, so the registers of a stopped vCPU are always between two
 //! instructions.
 

@@ -717,8 +717,8 @@ fn a_guest_whose_memory_can_have_no_missing_pages_is_refused() {
 /// Recovery attempts; the last one sends the rest.
 const ATTEMPTS: usize = 4;
 
-/// Starts a guest, breaks the connection by `broken`, and sends it the rest over another, after `attempts` attempts in all;
-/// requests that are `waited` for are repeated there.
+/// Starts a guest, breaks its connection by `broken`, and sends it the rest over the last of `attempts` new connections. If
+/// `waited`, the guest waits for a page: the last connection must bring its request again.
 fn recovers(waited: bool, attempts: usize, broken: &dyn Fn(&Script<'_>)) {
     if !has_userfault() {
         return;
@@ -747,8 +747,8 @@ fn recovers(waited: bool, attempts: usize, broken: &dyn Fn(&Script<'_>)) {
                 address
             };
             let mut address = wait_again();
-            // The first new connection sends nothing useful, the second ends before it has its requests: the next one finds the
-            // same state. The third continues, and is cut.
+            // The first new connection sends nothing useful, and the second ends before it has its requests: both leave the
+            // state as it was. The third resumes, and is cut.
             for attempt in ATTEMPTS - attempts..ATTEMPTS {
                 let script = Script::connect(&from, &address);
                 match attempt {
@@ -800,7 +800,8 @@ fn a_source_that_vanishes_after_run_is_recovered_from() {
     });
 }
 
-/// Runs `then` with a guest at a destination whose source has gone, with `options`; `then` gets its control and a source.
+/// Runs `then` with a guest at a destination with `options` whose source has gone, then completes its recovery. `then` gets the
+/// destination's control and the source's guest.
 fn without_source(options: &Options, then: &dyn Fn(&Control, &Probe)) {
     if !has_userfault() {
         return;
@@ -853,7 +854,7 @@ fn a_source_that_never_reads_the_answer_does_not_block_another() {
         let (listener, address) = listen();
         control.recover(listener).expect("nothing is agreed yet");
         reaches(control, Status::PostcopyPaused);
-        // It is awaited at the other place, and has connected there too.
+        // The destination waits at the new address, and accepts a source there.
         let script = Script::connect(from, &address);
         script.request_missing_pages();
         drop(script);

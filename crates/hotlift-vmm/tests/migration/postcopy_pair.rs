@@ -31,7 +31,7 @@ fn options() -> Options {
     }
 }
 
-/// Effect on the main channel where these bytes pass.
+/// A fault on the main channel, at the first place where these bytes pass.
 struct Where {
     bytes: &'static [u8],
     /// True from the destination to the source.

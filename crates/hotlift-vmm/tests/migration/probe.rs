@@ -19,7 +19,7 @@ pub type Sync = Box<
         + std::marker::Sync,
 >;
 
-/// Obedience of a [`Probe`].
+/// Reaction of a [`Probe`] to a command.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Obeys {
     #[default]

@@ -173,7 +173,7 @@ struct HoldsChannel1 {
 }
 
 impl Rule for HoldsChannel1 {
-    /// Connections before this one, of its first direction.
+    /// Number of connections before this one; `None` until the source's first bytes on it.
     type Direction = Option<usize>;
 
     fn apply(
