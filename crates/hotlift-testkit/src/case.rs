@@ -35,7 +35,7 @@ pub enum Pair {
         from: Release,
         /// The destination's QEMU.
         to: Release,
-        /// True if `serve` starts it, else it gets its QMP socket.
+        /// True if `serve` starts the destination's QEMU; false if `serve` gets the QMP socket of a running one.
         started: bool,
     },
     /// `hotlift relay` twice.
@@ -431,7 +431,8 @@ impl Kind {
         }
     }
 
-    /// Returns the duration. A loss forever counts as the timeout of a precopy for its peer.
+    /// Returns the duration of the fault; 0 for one without a duration. A permanent loss lasts as long as the peer's silence
+    /// timeout.
     #[must_use]
     pub fn lasts(&self) -> Duration {
         match self {
@@ -446,7 +447,7 @@ impl Kind {
         }
     }
 
-    /// Returns true if it is a signal that asks `whom` to end.
+    /// Returns true if the fault is a signal that asks `whom` to end.
     #[must_use]
     pub fn asks(&self, whom: Party) -> bool {
         matches!(self, Self::Signal { party, .. } if *party == whom)
@@ -458,13 +459,13 @@ impl Kind {
         matches!(self, Self::Power { change } if *change != PowerChange::Reset)
     }
 
-    /// Returns true if a source cannot query long enough to learn the outcome of its guest.
+    /// Returns true if the fault lasts longer than a source queries the outcome of its guest.
     #[must_use]
     pub fn outlasts_settling(&self) -> bool {
         matches!(self, Self::PowerLoss { secs: None, .. })
     }
 
-    /// Returns true if it must exist before the processes.
+    /// Returns true if the fault must be set up before the processes start.
     #[must_use]
     pub fn is_from_the_start(&self) -> bool {
         let device = Output::Device;

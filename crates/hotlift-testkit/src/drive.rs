@@ -28,7 +28,7 @@ const STAYED: Duration = Duration::from_secs(2);
 /// Timeout of a command after SIGINT.
 const ASKED: Duration = Duration::from_secs(30);
 
-/// A process that reports an error and has not ended after this time stays, with its guest paused.
+/// Time after which a process that has reported an error is assumed to stay, with its guest paused.
 const STAYS: Duration = Duration::from_secs(5);
 
 /// Duration of a full output.
@@ -50,7 +50,7 @@ pub struct Seen {
     pub arrived: bool,
     /// TCP segments with data that left the source outside the agents' own connections.
     pub plaintext: u64,
-    /// True if no guest ran, though all had ended except for a full output.
+    /// True if no guest ran at the end of a full output, although no other fault was left to undo.
     pub none_while_full: bool,
     /// True if the source's side did not end.
     pub hangs: bool,
@@ -272,7 +272,7 @@ impl Drive<'_> {
             }
             Pair::Steered { .. } => ended(&mut self.rig.source_command),
             Pair::Relays { .. } => {
-                // Both relays are on the way; a QEMU that hangs is not waited for.
+                // The source's relay must have ended, and so must its QEMU's migration, unless that QEMU hangs.
                 ended(&mut self.rig.source_command)
                     && (is_final(&mut self.rig.here) || self.rig.here.look() == Look::Silent)
             }

@@ -24,8 +24,8 @@ pub struct Program {
 const WORKLOAD: Workload = Workload::Random;
 const SEED: u64 = 5;
 
-/// A quarter of TCG's frequency, a tenth of this machine's. So the program prints four or ten times a second, which keeps waits
-/// short, and writes as many times faster.
+/// TSC frequency that the program assumes: a quarter of TCG's, a tenth of the development machine's. So it prints four or ten
+/// times a second, which keeps waits short, and writes four or ten times as fast.
 const TSC_KHZ: u64 = 250_000;
 
 /// Load address of the program, and offset in its first vCPU's block of the count of errors that the program itself has found

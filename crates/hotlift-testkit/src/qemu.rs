@@ -169,8 +169,8 @@ impl Memory {
 /// Pages of 2 MiB that the kernel allocates on demand, in addition to its permanent pages.
 const MORE_HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
 
-/// Returns true if the kernel has pages of 2 MiB for any process, or notes a skip. Enables allocation on demand permanently:
-/// that reserves no memory, and concurrent tests need not count.
+/// Returns true if the kernel has pages of 2 MiB for any process, or notes a skip. Permits allocation on demand, permanently:
+/// that reserves no memory, and concurrent tests need not add up what they use.
 fn has_huge_pages() -> bool {
     /// 2 GiB: eight times the need of the largest test.
     const ENOUGH: u32 = 1024;

@@ -49,7 +49,7 @@ pub struct Tools {
     pub files: PathBuf,
 }
 
-/// The processes of a case. Dropped in this order: a process before those it listens to.
+/// The processes of a case. Dropped in this order: commands, guests, proxies, network.
 pub struct Rig {
     /// `migrate` or `relay source`.
     pub source_command: Option<Process>,

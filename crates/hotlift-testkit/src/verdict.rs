@@ -80,7 +80,7 @@ enum Absent {
     Ended,
     /// Its QEMU does not answer.
     Silent,
-    /// Not running without a reason, and no command reports it.
+    /// Not running, for no known reason, and no command reports it.
     Lost,
 }
 
@@ -445,7 +445,7 @@ impl Record {
         }
     }
 
-    /// Handles a guest that runs nowhere: resumes it where that is its operator's part.
+    /// Handles a guest that runs nowhere: resumes it if it is paused and its operator would resume it.
     fn neither(&mut self, seen: &Seen, rig: &mut Rig) -> Outcome {
         match self.absent(seen) {
             Absent::Waits => Outcome::Kept,

@@ -84,9 +84,9 @@ struct Core {
 /// Reasons why threads are held.
 #[derive(Default)]
 struct Waits {
-    /// Nothing passes before.
+    /// Time before which nothing passes.
     until: Option<Instant>,
-    /// A rule requested it.
+    /// True if a rule has requested a hold.
     is_held: bool,
     is_released: bool,
     has_ended: bool,
@@ -303,7 +303,7 @@ impl<R: Rule> Proxy<R> {
 
 impl<R: Rule> Drop for Proxy<R> {
     fn drop(&mut self) {
-        // Before held bytes are released: none of them pass.
+        // Connections end before held bytes are released, so that none of these bytes pass.
         self.core.end_all(Ending::Reset);
         self.core.end();
         if let Some(accepting) = self.accepting.take() {
@@ -319,7 +319,7 @@ fn accept<R: Rule>(core: &Arc<Core>, rule: &Arc<R>, listener: &Listener) {
         let Ok(client) = listener.accept() else {
             continue;
         };
-        // If the target is gone, it refuses; so does this end.
+        // If the target refuses the connection, the client gets a reset.
         let Some(server) = core.target.connect() else {
             end(&client, Ending::Reset);
             continue;
@@ -477,7 +477,7 @@ impl Core {
         left
     }
 
-    /// Makes the cut if it is due; returns true if so.
+    /// Cuts the connections if a cut is due; returns true if so.
     fn is_due(&self) -> bool {
         let mut cut = lock(&self.cut);
         let due = cut.filter(|asked| asked.after == 0);

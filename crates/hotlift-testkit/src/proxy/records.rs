@@ -10,17 +10,18 @@ const HEADER: usize = 5;
 /// Effect on a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// Both directions end before it, in order and without `close_notify`.
+    /// Both directions end before the record, in order and without `close_notify`.
     Cut,
-    /// The same in its middle.
+    /// Both directions end in the middle of the record, in the same way.
     Truncate,
-    /// Dropped: the first record from there on that arrived together with another.
+    /// The record is dropped. If it was the last of those that arrived together, the next record that is not the last is
+    /// dropped instead.
     Drop,
-    /// Sent twice.
+    /// The record is sent twice.
     Double,
-    /// Sent after the next record, which arrived with it, as with [`Action::Drop`].
+    /// The record is sent after the next one. It is chosen as for [`Action::Drop`].
     Swap,
-    /// A bit changes, at this byte; the last if the record is shorter.
+    /// A bit of this byte changes, of the last byte if the record is shorter.
     Flip(usize),
 }
 
@@ -71,8 +72,8 @@ impl Records {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a record; returns its action. The last record that arrived has none to swap with, and its loss would be
-    /// undetectable.
+    /// Counts a record; returns the action on it. The last record that arrived has no record to swap with, and its loss would
+    /// go unnoticed.
     fn note(&self, back: bool, is_last: bool) -> Option<Action> {
         let mut log = super::lock(&self.log);
         let count = if back { &mut log.back } else { &mut log.forth };
