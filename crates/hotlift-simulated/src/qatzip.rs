@@ -8,7 +8,7 @@
 //! | `absent` | `qzInit` without software returns -101; with it sessions run in software (11) |
 //! | `busy`, `depth` | -103: other sessions use the device's instances |
 //! | `fault`, `error` | -2; with corrupt data to decompress -4. The session is unusable until its teardown |
-//! | `wrong` | 0 with unused input: the library's result if the output is full; all input if a single page is decompressed, with its first byte damaged |
+//! | `wrong` | 0, with half of input and output, as if the output were full; a single page is decompressed, with a wrong byte |
 //! | `die` | -2, and no session is set up any more (-103) |
 //! | `hang` | -5 after the latency, since calls wait |
 
@@ -407,7 +407,7 @@ fn decompress(_state: &mut State, source: &[u8], destination: &mut [u8]) -> (c_i
                 used += taken;
                 given += bytes;
             }
-            // Out of room is success, up to here.
+            // The library reports success for the members before the one that does not fit.
             Err(Failed::DoesNotFit) => return (OK, used, given),
             Err(Failed::Damaged) => return (DATA, used, given),
         }

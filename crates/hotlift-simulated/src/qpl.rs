@@ -1,8 +1,8 @@
 //! libqpl's C interface, with the layout and the codes of the public headers of QPL 1.2 to 1.9 (`qpl/c_api/job.h`,
 //! `status.h`).
 //!
-//! Jobs of the hardware path end their latency after submission, and write their output at the next poll after that. Streams
-//! are libdeflate's, with any kind of block.
+//! A job of the hardware path ends when its latency has passed since its submission, and writes its output at the next poll.
+//! Streams are libdeflate's, with any kind of block.
 
 use std::ffi::c_char;
 use std::time::{Duration, Instant};
