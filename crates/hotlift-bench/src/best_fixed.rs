@@ -45,7 +45,7 @@ impl<'a> MethodRuns<'a> {
     }
 }
 
-/// Returns the comparisons in `records`: those with two fixed methods or more.
+/// Returns the comparisons in `records` that have at least two fixed methods.
 fn comparisons(records: &[Record]) -> Vec<Comparison<'_>> {
     let mut all: Vec<(String, Comparison<'_>)> = Vec::new();
     for (row, who) in series(records) {

@@ -63,7 +63,7 @@ fn bits(text: &str) -> Option<u64> {
         let number = text.strip_suffix(unit)?;
         let digits = |byte: u8| byte.is_ascii_digit() || byte == b'.';
         let number: f64 = number.bytes().all(digits).then(|| number.parse().ok())??;
-        // Faster than any link, and far below the largest number of tc.
+        // The limit is above the rate of any link, and far below tc's largest number.
         let bits = rounded(number * factor);
         (1..1_000_000_000_000_000).contains(&bits).then_some(bits)
     })

@@ -131,10 +131,10 @@ pub struct CipherSpeed {
 }
 
 impl CipherSpeed {
-    /// Bytes that it is measured with: more than the caches, which would halve the time.
+    /// Bytes that are encrypted for the measurement: more than the caches, which would halve the time.
     const MEMORY: usize = 256 << 20;
 
-    /// Measures it, which takes some tenths of a second. `None` if there is not enough memory.
+    /// Measures the cipher, which takes some tenths of a second. `None` if there is not enough memory.
     pub fn measure() -> Option<Self> {
         let mut memory = Vec::new();
         memory.try_reserve_exact(Self::MEMORY).ok()?;

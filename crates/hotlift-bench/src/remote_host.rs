@@ -39,7 +39,7 @@ use super::cell::{Cell, memory};
 use super::machine;
 use crate::error::BenchError;
 
-/// Most options of a run: more than the table has.
+/// Maximum number of options of a run; the table of options has fewer.
 const MAX_OPTIONS: usize = 256;
 
 /// Settings of the destination of a run.
@@ -63,7 +63,7 @@ pub struct RemoteHost {
 }
 
 impl RemoteHost {
-    /// Creates it for `tcp:HOST:PORT`.
+    /// Creates the address from `tcp:HOST:PORT`.
     ///
     /// # Errors
     /// If it is a UNIX socket.
@@ -77,7 +77,7 @@ impl RemoteHost {
         }
     }
 
-    /// Returns its name in records.
+    /// Returns the host's name in records.
     pub fn name(&self) -> String {
         let text = self.address.to_string();
         text.strip_prefix("tcp:").unwrap_or(&text).to_owned()

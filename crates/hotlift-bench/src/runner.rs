@@ -202,8 +202,9 @@ impl Bench<'_> {
     }
 }
 
-/// Returns the order of `rows` in one turn. Rows of the same guest over the same link follow each other, because they
-/// are compared: a drift of the machine affects all of them equally. Their order is random, so drift favours none.
+/// Returns the order of `rows` in one turn. Rows of the same guest over the same link follow each other, because they are
+/// compared: a drift of the machine affects all of them equally. The order within and between these groups is random, so that
+/// drift favours no row.
 fn order(rows: &[Row], random: &mut fastrand::Rng) -> Vec<usize> {
     let mut groups: Vec<Vec<usize>> = Vec::new();
     for (i, row) in rows.iter().enumerate() {

@@ -7,7 +7,7 @@ use hotlift::figures::ThreadCpu;
 use crate::record::ThreadCounts;
 use crate::threads::{Sampler, process_cpu};
 
-/// Name for the time of no sampled thread: threads of QEMU may end between two samples.
+/// Name of the entry for CPU time outside the sampled threads: QEMU's threads may end between two samples.
 const BETWEEN: &str = "(between samples)";
 
 /// Resolution of a process's clock (USER_HZ); a smaller remainder is ignored.

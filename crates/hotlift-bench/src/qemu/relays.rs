@@ -214,7 +214,7 @@ impl Relay {
 
     fn report(&mut self) -> Result<Report, BenchError> {
         let mut output = String::new();
-        // A relay that has not ended by now will not end: it is killed.
+        // A relay that has not ended by now hangs, and is killed.
         let _ = self.process.child.kill();
         let read = self.output.read_to_string(&mut output);
         let line = output.lines().last().unwrap_or_default();

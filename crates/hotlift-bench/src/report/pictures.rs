@@ -87,7 +87,7 @@ pub struct MigrationVariant<'a> {
     method: &'a str,
     /// Program that ran it.
     pub engine: Engine,
-    /// True if it chooses its method by itself; the others are shown for comparison.
+    /// True if this is method `auto`; the others are shown for comparison.
     is_auto: bool,
     /// Runs by rate in bytes per second; `None` is no limit.
     pub points: Vec<(Option<f64>, &'a Series<'a>)>,

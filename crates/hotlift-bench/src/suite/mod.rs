@@ -136,8 +136,8 @@ impl<'a> Work<'a> {
     }
 }
 
-/// Most RAM of a suite's guest for each core of this machine, unless `--ram` is given. The
-/// published hosts had dozens of cores, and some thirty rows must complete in less than a day.
+/// Maximum RAM of a suite's guest for each core of this machine, unless `--ram` is given. The published hosts had dozens of
+/// cores, and some thirty rows must complete in less than a day.
 const RAM_PER_CORE: u64 = 1 << 30;
 
 impl Suite {
@@ -212,7 +212,8 @@ impl Suite {
         }
     }
 
-    /// Returns true if its rows set this option themselves. The devices that they name come from the host.
+    /// Returns true if its rows set this option themselves. [`DEVICES`] does not count: it stands for devices of this host or
+    /// of `--with`.
     fn sets(&self, name: &str) -> bool {
         let is = |(set, value): (&str, &str)| {
             value != DEVICES && option(set).is_ok_and(|info| info.name == name)
