@@ -112,7 +112,7 @@ pub trait MemberDevice: Send {
     /// Returns the maximum bytes of a member.
     fn largest_member(&self) -> usize;
 
-    /// Compresses or decompresses `bytes`, the encoded or plain form of `pages` bytes; returns the output. All input must be
+    /// Compresses `bytes`, or decompresses them; the uncompressed form has `pages` bytes. Returns the output. All input must be
     /// used.
     ///
     /// # Errors

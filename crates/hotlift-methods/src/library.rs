@@ -9,8 +9,8 @@ use libloading::Library;
 
 use crate::environment;
 
-/// Declares a table of the functions of a library by their C names. `get` opens the library once per process. A variable that
-/// names another file for it may follow its soname.
+/// Declares a table of the functions of a library by their C names. `get` opens the library once per process. The soname is
+/// followed by the environment variable that names another file for the library: `Some(VARIABLE)`, or `None`.
 ///
 /// The declaring code guarantees that the library's constructors are sound to run, and that the types are those of the header
 /// for the soname.

@@ -93,7 +93,7 @@ impl Device {
         Some(session.largest_member())
     }
 
-    /// Submits `bytes`, the encoded or plain form of `pages` bytes; returns true if `accept` accepts the output.
+    /// Submits `bytes`, as in [`MemberDevice::run`]; returns true if `accept` accepts the output.
     pub(super) fn run(
         &mut self,
         bytes: &[u8],

@@ -8,8 +8,8 @@ use super::{EXTRA, LEVELS, MAGIC, NAME, SUBFIELD, crc32};
 use crate::software::Software;
 use crate::{Encode, Jobs, MethodError, RunsOn, check};
 
-/// Maximum size of a member's deflate: stored blocks take 5 bytes per 65,535, libdeflate's 5 per 5,000. A session's hardware
-/// takes up to 9/8 and 1 KiB.
+/// Room for a member's deflate data from the CPU: stored blocks add 5 bytes per 65,535 bytes, libdeflate's 5 per 5,000. The
+/// hardware may return up to 9/8 of the input and 1 KiB.
 const ROOM: usize = MEMBER + MEMBER / 32;
 
 /// Bytes before a member's deflate.

@@ -28,8 +28,8 @@ pub(super) struct Decoder {
     whole: Whole,
     inflate: Inflate,
     history: History,
-    /// One packet's pages and one byte, for the decoder that needs its own memory and for non-contiguous pages. Grows to the
-    /// largest packet.
+    /// One packet's pages and one byte: for decoding with history, which needs its own memory, and for non-contiguous pages.
+    /// Grows to the largest packet.
     scratch: Vec<u8>,
 }
 
@@ -93,7 +93,7 @@ impl Decoder {
         &mut self.scratch
     }
 
-    /// Returns false if the packet is damaged or needs earlier packets.
+    /// Decodes a packet without earlier packets; returns false if it is damaged or needs them.
     fn without_history(&mut self, deflate: &[u8], target: Target<'_>) -> Result<bool, MethodError> {
         let expected = target.bytes();
         let in_place = target.contiguous();
