@@ -56,8 +56,8 @@ impl Control {
         }
     }
 
-    /// Sets the threads' goal. Calls `kick` before any of them can act on it, so that `kick` and the work in [`Control::park`]
-    /// are ordered.
+    /// Sets the threads' goal. `kick` is called while no thread can act on the goal, so that it runs before or after each
+    /// `ready` of [`Control::park`], never during it.
     pub fn want(&self, want: VcpuGoal, kick: impl FnOnce()) {
         let mut state = self.lock();
         state.want = want;

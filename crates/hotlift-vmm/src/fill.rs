@@ -162,8 +162,8 @@ pub fn write_fill(
     })
 }
 
-/// Calls `put` with each page, `None` for a zero page, from several threads; returns the count of nonzero pages. The records
-/// are blank, as if never written.
+/// Calls `put` with each page, `None` for a zero page, from several threads; returns the count of nonzero pages. The records in
+/// the pages are zero, as before the first write.
 fn each_page(
     pages: &Pages,
     layout: &Layout,

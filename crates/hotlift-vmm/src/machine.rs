@@ -188,7 +188,7 @@ impl<V: Vcpus> Guest for Machine<V> {
     fn pause(&self) -> Result<(), GuestError> {
         let _command = lock(&self.commands);
         self.stop(VcpuGoal::Pause);
-        // Without the lock of `life`: a vCPU on its way into its work may need it.
+        // `life` is not locked here: a vCPU that starts to run may need the lock.
         self.common.control.wait_until_parked();
         self.life().paused();
         self.health()
@@ -207,7 +207,7 @@ impl<V: Vcpus> Guest for Machine<V> {
 
     fn throttle(&self, percent: u8) -> bool {
         let common = Arc::clone(&self.common);
-        // The vCPUs are joined after the thread that kicks them.
+        // The thread ids in `kick` stay valid: the vCPUs are joined after the thread that kicks them.
         let kick = V::kick(&self.threads);
         self.throttle.set(percent, &self.common.control, || {
             std::thread::Builder::new()

@@ -122,7 +122,7 @@ impl Generator {
             Workload::Idle | Workload::Random => reduce(nth(self.start, number), self.owned),
             Workload::Hotset => {
                 let random = nth(self.start, number);
-                // The low byte decides, the high bits choose: 230 of 256 is nine in ten.
+                // The low byte selects the pages (230 of 256 is nine in ten), the high bits the page among them.
                 let pages = if low_u8(random) < 230 {
                     self.hot
                 } else {

@@ -14,8 +14,8 @@ use crate::census::Census;
 use crate::probe::{Probe, Quirks, let_write};
 use crate::rig::{self, settings};
 
-/// Returns a guest that dirties its 4 MiB again in the half second of their transfer at the bandwidth below. With a hundredth
-/// of its time it dirties a tenth of what fits the downtime.
+/// Returns a guest that dirties its 4 MiB again in the half second of their transfer at the bandwidth of [`options`]. With a
+/// hundredth of its time it dirties a tenth of what fits the downtime.
 fn busy() -> GuestSettings {
     GuestSettings {
         ram_bytes: 16 << 20,

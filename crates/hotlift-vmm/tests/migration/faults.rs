@@ -23,8 +23,8 @@ use crate::rig::{self, Ended, Holder, settings};
 /// end without it.
 const ATTEMPTS: usize = 50;
 
-/// Repetitions of a fault detected only by a timeout: a busy machine may pause for that long, but not for the 30 s of the last
-/// attempt.
+/// Attempts of a fault that only a timeout detects, before it counts as a problem: a busy machine may pause for the short
+/// timeout, but not for the 30 s of the last attempt.
 const LATE: usize = 3;
 
 /// Replaces the default of 30 s, so that a fault detected only by a timeout fails here soon.
@@ -56,9 +56,9 @@ fn options(method: &str) -> Options {
     options
 }
 
-/// Units with the length of a name that nothing else on the wire confirms, where the source waits for an answer after them, and
-/// a channel's opening that ends halfway while the source believes it sent. Only a timeout detects these; all other faults are
-/// detected directly.
+/// Units in which a fault may be detected only by a timeout; all other faults are detected directly. Nothing else on the wire
+/// confirms the length of the name in these records, and the source waits for an answer after them. An opening may end halfway
+/// although the source has sent it.
 const NOTICED_BY_TIME_OUT: [&str; 5] = [
     "configuration",
     "Start section",

@@ -14,7 +14,7 @@ use hotlift_vmm::layout::Layout;
 use crate::probe::{Quirks, Sync, let_write};
 use crate::rig::{self, settings};
 
-/// The part of a record's sequence with the write's number within its vCPU.
+/// Bits of a record's sequence with the number of the write among those of its vCPU.
 const NUMBER: u64 = (1 << 56) - 1;
 
 fn to_usize(offset: u64) -> usize {
@@ -22,7 +22,7 @@ fn to_usize(offset: u64) -> usize {
 }
 
 /// Makes a migration with a downtime limit of 0 take three rounds, as `three_rounds` does. Withholds one page of the working
-/// set that was written after the second: no other round sends it.
+/// set that was written after the second round: no other round sends it.
 fn one_page_short(layout: Layout) -> Sync {
     let dropped = AtomicBool::new(false);
     let writes_before = AtomicU64::new(0);

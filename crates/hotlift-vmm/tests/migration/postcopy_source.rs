@@ -418,7 +418,7 @@ fn requested_pages_use_the_preempt_channel_and_its_replacement() {
             assert!(control.resume(&to));
             script = script.reconnected(&again);
             script.send_received_bitmap();
-            // It exists before the source continues.
+            // The new connection for requested pages exists before the source continues.
             again.set_nonblocking(true).unwrap();
             let mut preempt = Preempt::accept(&again, source);
             script.ask_for(before_last);
@@ -459,7 +459,7 @@ fn a_lost_connection_leaves_the_guest_at_the_destination_and_the_next_brings_the
             script.ask_for(page);
             script.until(|seen| seen == Seen::Page);
             let (again, to) = port();
-            // Twice: the second is lost before any message.
+            // The connection is lost twice: the second one before any message.
             for lost in [true, false] {
                 script.stream.shutdown(Shutdown::Both).unwrap();
                 reaches(control, Status::PostcopyPaused);
