@@ -296,7 +296,7 @@ fn pump(state: &AtomicU8, reader: &Mutex<Option<PipeReader>>, lines: &Mutex<Vec<
     let mut chunk = [0; PIPE];
     loop {
         let mut reader = reader.lock().unwrap_or_else(PoisonError::into_inner);
-        // With the lock: `fill` stops the reader before it fills the pipe.
+        // Read under the lock: after the state is `STANDING`, `fill` waits for the lock before it fills the pipe.
         match state.load(Ordering::SeqCst) {
             CLOSED => {
                 reader.take();

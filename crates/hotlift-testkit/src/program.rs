@@ -176,7 +176,8 @@ impl Program {
         let expected = self.expected(position, reset);
         let start = index(self.layout.table().start);
         let found = &ram[start..];
-        // One comparison of memory: byte by byte, without optimisation, this took a fifth of the tests with QEMUs.
+        // One comparison of all memory: byte by byte, in an unoptimised build, it took a fifth of the time of the tests with
+        // QEMUs.
         if *found != *expected {
             let mut bytes = found.iter().zip(&expected);
             let same = bytes.position(|(found, expected)| found != expected);
