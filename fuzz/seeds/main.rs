@@ -195,7 +195,7 @@ fn main_channel() {
     put("main_channel", "whole", &out);
     put("main_channel", "ram", &out[..before_pages]);
 
-    // The same as QEMU writes it: payloads without lengths, and a description with the lengths.
+    // The same device state as QEMU writes it: payloads without lengths, and a description with the lengths.
     let json = br#"{"page_size":4096,"devices":[{"name":"cpu","instance_id":0,"vmsd_name":"cpu","version":12,"fields":[{"name":"x","type":"buffer","size":40}]}]}"#;
     let mut recorded = out[..devices].to_vec();
     recorded[0] = 1;

@@ -9,7 +9,7 @@ use hotlift_wire::{PAGE_SIZE, limits};
 
 use crate::memory::{at_the_end, bounded};
 
-/// Returns the allocation limit for an input: its names and numbers, and the same again in values.
+/// Returns the allocation limit for an input, in bytes: the decoder keeps names and numbers, and returns them again as values.
 const fn memory(input: &[u8]) -> usize {
     (64 << 10) + 64 * input.len()
 }

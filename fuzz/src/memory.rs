@@ -48,7 +48,7 @@ const CANARY: u8 = 0xa5;
 /// Bytes of a page's first run in [`Order::Pieces`].
 const PIECE: usize = 1000;
 
-/// Most pages of a [`Place`].
+/// Maximum pages of a [`Place`].
 pub const PAGES_MAX: usize = 16;
 
 /// Guest memory with the pages of a packet in it, and canaries around them.
@@ -141,7 +141,7 @@ impl Place {
     }
 }
 
-/// Counts the allocations of Rust. (The fuzzer's own memory limit covers allocations of C.)
+/// Counts the allocations of Rust code. (The fuzzer's own memory limit covers allocations of C.)
 struct Counting;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -155,7 +155,7 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let live = LIVE.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         if live > LIMIT.load(Ordering::Relaxed) {
-            // The report itself allocates.
+            // Printing the message allocates, too.
             LIMIT.store(usize::MAX, Ordering::Relaxed);
             eprintln!(
                 "a decoder allocates {} bytes, beyond its limit",

@@ -5,10 +5,11 @@ use hotlift_methods::{Accelerator, Decode, EncoderSettings, METHODS, MethodError
 
 use crate::memory::{Order, PAGES_MAX, Place, at_the_end, bounded};
 
-/// Most that a decoder may allocate: several times the largest packet here. The window of zstd is in C.
+/// Maximum bytes that a decoder may allocate: several times the largest packet here. The window of zstd is allocated in C, and
+/// not counted.
 const MEMORY: usize = 4 << 20;
 
-/// Most packets of an input: enough for a channel's state to matter, and fast.
+/// Maximum packets of an input: enough for a channel's state to matter, and fast.
 const PACKETS: usize = 4;
 
 /// Decodes packets: a byte for pages and order, then a be16 length before each payload. Two decoders decode all
@@ -67,7 +68,7 @@ fn one(
 /// second for one packet.
 const ROUND_TRIP_LEVELS: u8 = 9;
 
-/// Most pages of a packet in [`round_trip`].
+/// Maximum pages of a packet in [`round_trip`].
 const ROUND_TRIP_PAGES: usize = 4;
 
 /// Encodes pages by any method and decodes them. The input is method, level, pages and order, then

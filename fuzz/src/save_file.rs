@@ -14,8 +14,8 @@ use crate::memory::bounded;
 /// Allocation limit: parts of a file, a block, its decoder, and a reserve.
 const MEMORY: usize = 16 << 20;
 
-/// Reads a file with the input as content, up to its last page. If the first byte is odd, the checksums of the outermost
-/// parts are corrected first, because a fuzzer does not find any.
+/// Reads a file with the input as content, up to its last page. If the first byte is odd, the checksums of the outermost parts
+/// are corrected first, because a fuzzer hardly ever finds a valid one.
 pub fn read(data: &[u8]) {
     let Some((&[first], data)) = data.split_first_chunk() else {
         return;

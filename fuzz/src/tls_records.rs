@@ -8,7 +8,8 @@ use crate::memory::bounded;
 /// Allocation limit: the buffers of one end; the sealed records are made before.
 const MEMORY: usize = CONNECTION_MEMORY + (16 << 10);
 
-/// Handshake messages after which the peer uses its next key, if one is all of a record.
+/// Handshake messages KeyUpdate (RFC 8446, section 4.6.3). If a record holds exactly one of them, its sender then uses its next
+/// key.
 const KEY_UPDATES: [&[u8]; 2] = [&[24, 0, 0, 1, 0], &[24, 0, 0, 1, 1]];
 
 /// Reads records. The first byte selects the cipher, the reading end, and the kind of input: raw bytes, or for each
@@ -36,7 +37,7 @@ pub fn records(data: &[u8]) {
     if !sealed.is_closed {
         assert!(whole.is_err(), "an end that nobody has said");
     }
-    // The same in pieces of another length.
+    // The same bytes, read in pieces of another length.
     let [client, server] = ends(usize::from(first % 3), 4);
     let mut again = if first & 4 == 0 { client } else { server };
     let again = read(&mut again, &sealed.bytes, first.wrapping_add(16));
@@ -46,7 +47,7 @@ pub fn records(data: &[u8]) {
 
 struct Sealed {
     bytes: Vec<u8>,
-    /// Bytes of data in them.
+    /// Bytes of application data in the records.
     data: usize,
     is_closed: bool,
 }
