@@ -126,9 +126,9 @@ impl Program {
             .map_err(|problem| KitError::Memory { problem })
     }
 
-    /// Proves the same of a guest that was reset once while it ran: its count restarts, and its records continue. The reset may
-    /// have interrupted one write between its stores. Returns `None` where a proof is impossible: before the program runs again,
-    /// and between the stores of a write.
+    /// Proves the same for a guest that was reset once while it ran: its count restarts, and its records continue. The reset
+    /// may have interrupted one write between its stores. Returns `None` where a proof is impossible: before the program runs
+    /// again, and between the stores of a write.
     ///
     /// # Errors
     /// [`KitError::Memory`] if RAM is wrong.
@@ -196,8 +196,8 @@ impl Program {
         Ok(r15)
     }
 
-    /// Returns RAM from the table on, after the writes of `position`. `reset` is the RAM at the check after a reset, whose table
-    /// holds the writes before it, and whether a page may still show a write that the reset interrupted.
+    /// Returns RAM from the table on, after the writes of `position`. `reset` is for a check after a reset: the RAM, whose
+    /// table holds the writes before the reset, and true if a page may still show a write that the reset interrupted.
     fn expected(&self, position: Position, reset: Option<(&[u8], bool)>) -> Vec<u8> {
         let layout = &self.layout;
         let start = layout.table().start;
