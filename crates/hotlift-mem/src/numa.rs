@@ -5,7 +5,8 @@ use std::ptr;
 
 use crate::{PAGE_SIZE, RamBlock};
 
-/// Number of sampled pages of a block, evenly distributed: a guest lies on one node, on two halves, or anywhere.
+/// Number of sampled pages of a block, evenly distributed. Few suffice: a guest's memory is on one node, half on each of two, or
+/// spread over all.
 const SAMPLES: usize = 64;
 
 impl RamBlock {

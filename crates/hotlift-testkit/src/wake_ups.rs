@@ -34,7 +34,8 @@ fn sleeps(threads: Threads<'_>) -> BTreeMap<(String, String), u64> {
     threads.iter().flat_map(of_process).collect()
 }
 
-/// Checks that none of `threads` wakes up in 10 s, once they are idle. Threads in `with_reason` may, by their name, that often.
+/// Checks that none of `threads` wakes up in 10 s, once they are idle. `with_reason` lists names of threads that may, each with
+/// its maximum number of wake-ups.
 ///
 /// # Panics
 /// If one wakes up more often, ends or starts; if there is none, or they never become idle.

@@ -193,7 +193,7 @@ fn no_files_of_a_crate_import_each_other() {
         let uses = |(module, code): (_, &String)| (module, used(module, code, &files));
         let mut edges: BTreeMap<&Module, BTreeSet<&Module>> = files.iter().map(uses).collect();
         assert!(edges.values().any(|used| !used.is_empty()) || files.len() < 7);
-        // A module on no circle, nor between two, uses no remaining module, or is used by none.
+        // Repeatedly removes modules that use no remaining module, or that none uses: the rest is on circles, or between two.
         loop {
             let left: BTreeSet<&Module> = edges.keys().copied().collect();
             edges.retain(|_, used| {

@@ -103,7 +103,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Does write `number`; returns false if the page's record differs from the table.
+    /// Executes write `number`; returns false if the page's record differs from the table.
     fn write(
         &self,
         layout: &Layout,

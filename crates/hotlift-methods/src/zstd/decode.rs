@@ -194,8 +194,8 @@ impl Decoder {
                 },
                 None => damaged(reason),
             })?;
-            // Without input and held-back output, libzstd counts the call as an error of the caller. Between frames such calls
-            // are undefined, so they must not change the state.
+            // No progress: there was neither input nor held-back output. libzstd counts such calls as errors of the caller, and
+            // leaves them undefined between frames, so they must not change the state.
             if (input.pos, output.pos) == before {
                 break;
             }

@@ -77,7 +77,7 @@ struct Core {
     on_sight: Mutex<Option<Socket>>,
     connections: Mutex<Vec<Arc<Connection>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    /// Readable from the end of the proxy on.
+    /// Becomes readable when the proxy ends.
     ends: OwnedFd,
 }
 
@@ -103,7 +103,7 @@ struct Cut {
 struct Connection {
     client: OwnedFd,
     server: OwnedFd,
-    /// Set before the first byte passes, if that identifies it.
+    /// Kind of the connection; set when its first bytes identify it.
     socket: OnceLock<Socket>,
 }
 
@@ -376,7 +376,7 @@ fn carry<R: Rule>(core: &Core, rule: &R, connection: &Connection, back: bool) {
                         is_deaf = true;
                     }
                     Err(Stop::Cut) => return connection.end(Ending::Fin),
-                    // As a direct connection would report to its writer.
+                    // The writer gets a reset, as on a direct connection.
                     Err(Stop::Gone) => return end(from, Ending::Reset),
                     Err(Stop::Ended) => return,
                 }

@@ -44,9 +44,9 @@ pub(super) struct Head {
     pub vcpu_main: u64,
     /// The vCPUs' blocks.
     pub blocks: u64,
-    /// At this rip the published count is r15; elsewhere it is r10.
+    /// Value of rip at which the published count is in r15; elsewhere it is in r10.
     pub published: u64,
-    /// At these rips one, two, three, four stores of the next write are in memory.
+    /// Values of rip at which one, two, three, four stores of the next write are in memory.
     pub stored: [u64; 4],
 }
 
