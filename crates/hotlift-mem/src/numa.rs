@@ -5,8 +5,8 @@ use std::ptr;
 
 use crate::{PAGE_SIZE, RamBlock};
 
-/// Number of sampled pages of a block, evenly distributed. Few suffice: a guest's memory is on one node, half on each of two, or
-/// spread over all.
+/// Number of sampled pages of a block, evenly distributed. Few suffice: a guest's memory is on one node, half on each of two,
+/// or spread over all.
 const SAMPLES: usize = 64;
 
 impl RamBlock {

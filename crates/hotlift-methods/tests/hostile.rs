@@ -214,8 +214,8 @@ fn after_an_error_every_packet_of_the_channel_fails() {
 #[test]
 fn the_end_of_a_zlib_stream_is_an_error() {
     let page = contents("text", 1, 0);
-    // With the final bit in the block that holds the page, and in an empty one that looks like a flush; each as a channel's
-    // first packet and after one that made it keep its history.
+    // The final bit is in the block that holds the page, or in an empty block that looks like a flush. Each is a channel's
+    // first packet, or follows a packet that made the channel keep its history.
     let ended_by_finish = |writer: &mut ZlibWriter| {
         let mut payload = writer.packet_flushed_by(&page, Z_FINISH);
         payload.extend_from_slice(&[0, 0, 0xff, 0xff]);

@@ -193,7 +193,7 @@ pub enum Capability {
 }
 
 impl Capability {
-    /// All capabilities, with weights: those that change which pages a stream holds are more frequent.
+    /// All capabilities, with weights: capabilities that change which pages a stream holds are more frequent.
     const ALL: [(u32, Self); 20] = [
         (1, Self::AutoConverge),
         (3, Self::BackgroundSnapshot),

@@ -308,8 +308,8 @@ impl Link {
         Ok(())
     }
 
-    /// Drops packets at the destination host from now on: those that begin with `message`. For [`Message::Commit`], all from
-    /// the source after [`Message::Pong`]. See [`Link::has_lost`].
+    /// Drops packets that begin with `message` at the destination host from now on. For [`Message::Commit`], drops all packets
+    /// from the source after [`Message::Pong`]. See [`Link::has_lost`].
     ///
     /// Message and offsets are those of QEMU's return path (type, length, value, big-endian), after a TCP header with
     /// timestamps, 32 bytes.

@@ -123,7 +123,7 @@ impl Control {
         self.changed.notify_all();
     }
 
-    /// Ends slices until threads are no longer throttled; `kick` interrupts those that are busy.
+    /// Ends slices until threads are no longer throttled; `kick` interrupts the busy threads.
     pub fn end_slices(&self, kick: impl Fn()) {
         loop {
             let percent = self.lock().throttle;

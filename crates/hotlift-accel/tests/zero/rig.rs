@@ -91,7 +91,7 @@ pub(crate) fn listening(devices: Vec<Device>, deadline: Duration, work: impl FnO
     listening_at(devices, None, deadline, work);
 }
 
-/// Does the same for memory of a NUMA node.
+/// Runs `work` as [`listening`] does, for memory of a NUMA node.
 pub(crate) fn listening_at(
     devices: Vec<Device>,
     home: Option<u32>,

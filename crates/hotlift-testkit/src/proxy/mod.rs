@@ -145,7 +145,7 @@ impl Proxy {
 }
 
 impl<R: Rule> Proxy<R> {
-    /// Does the same as [`Proxy::unix`], with `rule`.
+    /// Listens as [`Proxy::unix`] does, and applies `rule`.
     ///
     /// # Errors
     /// If it cannot listen.
