@@ -8,8 +8,8 @@
 //! | [`admission`] | accepts all connections: limits on handshakes and waiting connections, classification by first bytes |
 //! | [`conversation`] | negotiation of a migration: one hello, then lines of JSON |
 //!
-//! What is *not* here: options, and the lifetime of a migration. A wait that a migration can interrupt takes a descriptor for
-//! it ([`transport::Stop`]). The engine decides which connections belong to one migration.
+//! Options and the lifetime of a migration are not part of this crate. A wait that a migration can interrupt takes a
+//! [`transport::Stop`]. The engine decides which connections belong to one migration.
 //!
 //! # Example
 //!
@@ -36,8 +36,8 @@
 //!     wait_readable(&admission.polled(now).collect::<Vec<_>>(), Some(until));
 //!     admission.accept(Instant::now(), |one| one)?;
 //!     assert!(admission.room.take_late(Instant::now()).is_none());
-//!     let news = admission.room.next_news();
-//!     let class = news.and_then(|number| admission.room.get(number).map(Admitted::classify));
+//!     let ready = admission.room.next_ready();
+//!     let class = ready.and_then(|number| admission.room.get(number).map(Admitted::classify));
 //!     match class {
 //!         None | Some(ConnectionClass::Partial) => {}
 //!         Some(class) => break class,

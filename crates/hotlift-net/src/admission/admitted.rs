@@ -19,12 +19,12 @@ pub struct Admitted {
     /// Time at which its current listener accepted it.
     pub since: Instant,
     pub(crate) head: ConnectionClass,
-    /// True if it has presented the pass of its migration.
+    /// True if the peer has presented the token of this migration.
     pub has_passed: bool,
 }
 
 impl Admitted {
-    /// Creates one without any bytes read.
+    /// Creates an unclassified connection.
     #[must_use]
     pub fn new(stream: Stream, since: Instant) -> Self {
         Self {
@@ -35,7 +35,7 @@ impl Admitted {
         }
     }
 
-    /// Creates one whose first bytes are classified.
+    /// Creates a connection of the class `head`.
     #[must_use]
     pub fn seen(stream: Stream, since: Instant, head: ConnectionClass) -> Self {
         Self {
@@ -44,7 +44,7 @@ impl Admitted {
         }
     }
 
-    /// Classifies it by its first bytes received so far. Reads them only until the class is known.
+    /// Classifies the connection by the first bytes that have arrived. Peeks at them only until the class is known.
     pub fn classify(&mut self) -> ConnectionClass {
         match self.head {
             ConnectionClass::Partial => self.head = peek_class(&self.stream),
@@ -61,8 +61,8 @@ impl Admitted {
         self.head
     }
 
-    /// Consumes the token that it presented ([`ConnectionToken::is_presented_by`](super::ConnectionToken::is_presented_by)) and
-    /// marks it as passed. Returns false if the connection is broken.
+    /// Consumes the token that was presented ([`ConnectionToken::is_presented_by`](super::ConnectionToken::is_presented_by))
+    /// and sets [`Self::has_passed`]. The bytes after the token decide the class. Returns false if the connection is broken.
     pub fn consume_token(&mut self) -> bool {
         self.head = ConnectionClass::Partial;
         self.has_passed = self.take_token();

@@ -13,7 +13,7 @@ const MAIN_MAGIC: [u8; 4] = *b"QEVM";
 /// First bytes of the main channel of a postcopy that is resumed: the command RECV_BITMAP.
 pub const RESUMED_MAGIC: [u8; 3] = [0x08, 0x00, 0x0a];
 
-/// Length of the part of a main channel that does not describe a VM: magic and version. A source always sends more with it.
+/// Length of a main channel's magic and version. A source always sends more after them, so these bytes alone decide nothing.
 const MAIN_HEAD: usize = 8;
 
 /// Reason for refusing a connection that broke.
@@ -35,7 +35,7 @@ pub enum ConnectionClass {
     Channel(InitialPacket),
     /// A multifd channel of Hotlift with another protocol version.
     OtherVersion(u16),
-    /// The token of a migration that was announced in a conversation.
+    /// A connection that a conversation has announced, with its token.
     Token([u8; 16]),
     /// A question about the migration with this id.
     Question([u8; 16]),

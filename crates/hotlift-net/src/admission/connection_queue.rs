@@ -12,7 +12,7 @@ use super::admitted::Admitted;
 use super::limits::QUEUED;
 use crate::transport::Stream;
 
-/// State that a listener and its giver share.
+/// State that a listener and its senders share.
 #[derive(Debug)]
 struct Queue {
     state: Mutex<State>,
@@ -67,7 +67,7 @@ impl ConnectionSender {
         Ok(())
     }
 
-    /// Returns true if the listener accepts a connection.
+    /// Returns true if a [`Self::send`] would succeed now.
     #[must_use]
     pub fn takes(&self) -> bool {
         self.0.lock().takes()
@@ -79,8 +79,8 @@ impl ConnectionSender {
         self.0.lock().waiting.len()
     }
 
-    /// Returns true if the client disconnected before any accept: all waiting connections are closed, as their sockets or
-    /// `has_closed` show.
+    /// Returns true if the client disconnected before the first accept: connections wait, and each of them is closed, as its
+    /// socket or `has_closed` reports.
     pub fn is_deserted(&self, has_closed: &dyn Fn(&Stream) -> bool) -> bool {
         let state = self.0.lock();
         let has_gone = |stream: &Stream| stream.is_hung_up() || has_closed(stream);

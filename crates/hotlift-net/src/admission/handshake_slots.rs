@@ -1,14 +1,14 @@
-//! Slots of concurrent TLS handshakes: decisions from times alone.
+//! Slots of concurrent TLS handshakes. No I/O, no clock.
 
 use std::time::{Duration, Instant};
 
 use super::limits::HANDSHAKES;
 
-/// Time in which a new connection cannot interrupt a handshake when all slots are taken: two round trips of any network, and
-/// some work. Without interruption, [`HANDSHAKES`] silent connections would block all others for ten seconds.
+/// Age at which a new connection may interrupt a handshake when all slots are taken: enough for two round trips of any network
+/// and the computation. Without interruption, [`HANDSHAKES`] silent connections would block all others for ten seconds.
 const PROTECTED_TIME: Duration = Duration::from_secs(1);
 
-/// The same if one host has more than half of the slots. A Hotlift connects sequentially.
+/// The same for a host with more than half of the slots. A Hotlift opens its connections one after another, and needs one slot.
 const PROTECTED_TIME_CROWDED: Duration = Duration::from_millis(100);
 
 /// Running handshakes, each with a handle to interrupt it.
@@ -54,7 +54,8 @@ impl<T> HandshakeSlots<T> {
         first.saturating_duration_since(now)
     }
 
-    /// Removes the handshake to interrupt for a new one if no slot is free, preferably one of a crowd.
+    /// If no slot is free, removes the handshake to interrupt for a new one, preferably of a host with more than half of the
+    /// slots.
     pub(super) fn make_room(&mut self, now: Instant) -> Option<T> {
         if self.taken.len() < HANDSHAKES {
             return None;
@@ -125,7 +126,7 @@ mod tests {
             let mut slots = HandshakeSlots::new();
             let mut now = Instant::now();
             for stranger in 0..10_000 {
-                // As the caller: it waits until there is room.
+                // The caller also waits until there is room.
                 now += slots.until_room(now);
                 assert!(slots.has_room(now));
                 enter(&mut slots, &format!("host {}", stranger % hosts), now);

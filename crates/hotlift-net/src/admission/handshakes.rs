@@ -1,4 +1,4 @@
-//! TLS handshakes of accepted connections, each in its own thread: an unauthenticated peer's may take seconds.
+//! TLS handshakes of accepted connections, each in its own thread, since an unauthenticated peer may take seconds.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -92,7 +92,7 @@ impl Handshakes {
                 });
                 let admitted = secured.map(|stream| Admitted::new(stream, since));
                 let _ = ended.send((number, admitted));
-                // A full pipe wakes the reader as well.
+                // If the socket is full, the reader wakes anyway.
                 let _ = (&wake).write(&[0]);
             })?;
         self.slots
@@ -108,7 +108,7 @@ impl Handshakes {
         while let Ok((number, accepted)) = self.ended.1.try_recv() {
             match self.slots.free(number) {
                 Some(handshake) => drop(handshake.thread.join()),
-                // It succeeded while it was being interrupted to make room: its socket is shut down.
+                // The handshake succeeded, but was interrupted to make room: its socket is shut down.
                 None if accepted.is_ok() => continue,
                 None => {}
             }
@@ -119,7 +119,7 @@ impl Handshakes {
 }
 
 impl RunningHandshake {
-    /// Interrupts it.
+    /// Interrupts the handshake, and waits for its thread.
     fn end(self) {
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         let _ = self.thread.join();

@@ -10,7 +10,7 @@
 //! | between two listeners | as at the first listener | `QUEUED` | the migration's |
 //! | that may be a QEMU's preempt channel | as their migration | `CANDIDATES` | the migration's |
 //! | of a file server, before the name of a file | by the options | `VISITORS` | `OPENING` |
-//! | that read a file | by the options | `READERS`, `READERS_OF_ONE` of one host | `READER_IDLE` unused |
+//! | that read a file | by the options | `READERS`, `READERS_OF_ONE` of one host | `READER_IDLE` without a request |
 //! | that read an agent's metrics | never: on loopback | 1 | `METRICS` |
 //!
 //! A client of a monitor does not wait: it is served or refused immediately (`hotlift-qmp/src/server/clients.rs`).
@@ -30,7 +30,7 @@ pub struct Limits {
 pub(super) const HANDSHAKES: usize = 64;
 
 /// Limit of a migration's unclassified connections, and of those kept for the next one. A source sends first bytes as soon as
-/// it connects, so a further connection replaces the one that is silent for longest.
+/// it connects, so a further connection replaces the oldest silent one.
 pub const CHANNELS: usize = 64;
 
 /// Returns the limits of a migration's unclassified connections, with the time `max_wait` for each.
@@ -57,8 +57,8 @@ pub(crate) const CALLERS: Limits = Limits {
     max_wait: HELLO,
 };
 
-/// Silence after which a local client counts as waiting for the server. A slower migration is passed through; an NBD client
-/// waits this much longer for its server, once for each disk.
+/// Time without a byte after which a local client counts as one that waits for the server to send first, as an NBD client
+/// does: it then waits this much longer, once for each disk. A migration that is slower is passed through unread.
 pub const SILENCE: Duration = Duration::from_secs(1);
 
 /// Limits of an agent's unclassified connections: of migrations, and of libvirt's copies of disks.
@@ -89,11 +89,12 @@ pub const VISITORS: Limits = Limits {
 /// Limit of concurrent connections that read files: 32 visitors with all of theirs, which bounds buffers to 1 GiB.
 pub const READERS: usize = 256;
 
-/// The same for one visitor. A restore has one a thread, five at most; if several share a host, those that read continue.
+/// The same for one visitor. A restore has one connection for each thread, five at most. A new one replaces none that
+/// is reading.
 pub const READERS_OF_ONE: usize = 8;
 
 /// Idle time after which a reading connection is closed in favor of a new one. Its client reconnects when needed.
 pub const READER_IDLE: Duration = Duration::from_secs(10);
 
-/// Time for a metrics client, from its connection to its last byte: the next one waits in the meantime.
+/// Time for a metrics client, from its connection to its last byte. The next client waits until then.
 pub const METRICS: Duration = Duration::from_secs(2);

@@ -53,8 +53,8 @@ impl Address {
 }
 
 impl Listener {
-    /// Creates a listener without a socket: it accepts the connections that the giver sends, after their TLS handshakes.
-    /// `is_local` is true if all are from this host.
+    /// Creates a listener without a socket: it accepts the connections that the returned sender sends after their TLS
+    /// handshakes. `is_local` is true if all are from this host.
     ///
     /// # Errors
     /// If the system has no file descriptor left.
@@ -129,7 +129,7 @@ impl Listener {
 
     /// Keeps a connection of the next migration for the next [`Listener::accept`].
     pub fn put_back(&self, one: Admitted) {
-        // The next migration has its own pass.
+        // The next migration has its own token.
         let has_passed = false;
         self.returned().push_back(Admitted { has_passed, ..one });
     }

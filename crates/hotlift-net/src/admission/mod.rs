@@ -50,7 +50,7 @@ pub struct Admission<'a, S> {
     pub room: PendingConnections<S>,
 }
 
-/// A new connection's unsuccessful admission.
+/// A connection that was not admitted, or no longer is.
 pub enum Rejected<S> {
     /// The connection was refused.
     Refused(Refused),
@@ -112,7 +112,8 @@ impl<'a, S: AsFd> Admission<'a, S> {
         self.handshakes.as_ref().is_none_or(has_room)
     }
 
-    /// Admits the connections that have arrived by `now`, converted by `connection`, without waiting. Returns the others.
+    /// Admits the next connection and those with a finished handshake, converted by `connection`, without waiting. Returns the
+    /// rejected ones.
     ///
     /// # Errors
     /// The system's error if no connection can be accepted.
@@ -135,7 +136,7 @@ impl<'a, S: AsFd> Admission<'a, S> {
         Ok(not_in)
     }
 
-    /// Takes an arrived connection, and finished handshakes.
+    /// Accepts the next connection, if there is room, and collects the finished handshakes.
     fn take(&mut self, now: Instant) -> io::Result<Vec<Accepted>> {
         let mut accepted = match &mut self.handshakes {
             Some(handshakes) => handshakes.take_ended(),
@@ -144,7 +145,8 @@ impl<'a, S: AsFd> Admission<'a, S> {
         if !self.can_accept(now) {
             return Ok(accepted);
         }
-        // Also after a finished one: QEMU 7.2 sends nothing more on main until its channels have finished their handshakes.
+        // Even if a handshake has finished: QEMU 7.2 sends nothing more on main until its channels have finished their
+        // handshakes.
         let one = match self.listener.accept(now) {
             // A connection that closed before its accept is not an error.
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => None,
@@ -153,7 +155,7 @@ impl<'a, S: AsFd> Admission<'a, S> {
             one => one?,
         };
         match (one, &mut self.handshakes) {
-            // One that was put back has had its handshake.
+            // A connection that was put back is after its handshake.
             (Some(one), Some(handshakes)) if one.stream.is_plain() => handshakes.begin(one, now)?,
             (Some(one), _) => accepted.push(Ok(one)),
             (None, _) => {}

@@ -12,7 +12,7 @@ use super::limits::Limits;
 #[derive(Debug)]
 pub struct PendingConnections<S> {
     limits: Limits,
-    /// Edge-triggered: bytes that were checked and are not enough wake no further wait until more arrive.
+    /// Edge-triggered: the bytes of an incomplete message wake one wait, and no further one until more arrive.
     epoll_fd: OwnedFd,
     /// In order of entry.
     waiting: Vec<Waiting<S>>,
@@ -64,7 +64,7 @@ impl<S: AsFd> PendingConnections<S> {
         self.waiting.push(Waiting {
             number,
             since,
-            // Bytes received together with a TLS handshake show at no descriptor.
+            // Bytes that arrived with the TLS handshake are buffered here: the descriptor does not report them.
             is_ready: true,
             connection,
         });

@@ -14,8 +14,8 @@ pub struct ConnectionToken {
 }
 
 impl ConnectionToken {
-    /// Creates the pass of `token`, which one side made and sent in a conversation. `conversation` is the exporter of that TLS
-    /// connection ([`Stream::exporter`]).
+    /// Creates it from `token`, random bytes that one side sent in a conversation. `conversation` is the exporter of the
+    /// conversation's TLS connection ([`Stream::exporter`]).
     #[must_use]
     pub fn new(token: [u8; 16], conversation: Option<Exporter>) -> Self {
         Self {
@@ -24,8 +24,8 @@ impl ConnectionToken {
         }
     }
 
-    /// Returns the token to present on `stream`. Between two TLS connections it proves that both have the same two ends, and it
-    /// fits no third connection: a stolen token is useless.
+    /// Returns the token to present on `stream`. If the conversation and `stream` use TLS, this is a proof that both have the
+    /// same two ends. The proof is valid only on `stream`, so a stolen one is useless.
     #[must_use]
     pub fn token_on(&self, stream: &Stream) -> [u8; 16] {
         let proof = self

@@ -81,8 +81,8 @@ impl<'a> Callers<'a> {
         })
     }
 
-    /// Returns the next call, read by `read_request`; `None` after `time` (without a timeout if that is `None`), or if one of
-    /// `others` is readable.
+    /// Waits for a connection, for bytes, or until one of `others` is readable, up to `time` (`None`: no limit). Returns the
+    /// next call, read by `read_request`, or `None` if there is none yet.
     pub fn next<T>(
         &mut self,
         time: Option<Duration>,
@@ -143,7 +143,7 @@ impl<'a> Callers<'a> {
             true => self.admission.shortened(time, now),
             false => Duration::ZERO,
         };
-        // A time that does not fit means no limit.
+        // If the sum overflows, there is no limit.
         wait_readable(&polled.collect::<Vec<_>>(), now.checked_add(time));
     }
 

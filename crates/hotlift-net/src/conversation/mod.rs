@@ -37,10 +37,10 @@ pub enum ConversationError {
     /// The other side closed the connection.
     #[error("the other side closed the connection")]
     Closed,
-    /// A TLS alert.
+    /// The other side sent a TLS alert.
     #[error("the other side accepts only TLS: give '--tls DIR'")]
     SpeaksTls,
-    /// A TLS handshake.
+    /// The other side began a TLS handshake.
     #[error(
         "the other side uses TLS, but this side does not: give '--tls DIR' here, or '--insecure' there"
     )]
@@ -51,7 +51,7 @@ pub enum ConversationError {
     /// The other side did not read a message in time.
     #[error("the other side did not take a message within {WRITE:?}")]
     NotTaken,
-    /// Not a known message.
+    /// An unknown message.
     #[error("unknown message ({problem}): '{start}'")]
     Garbage {
         /// The parse error.
@@ -161,7 +161,7 @@ impl Conversation {
         ConversationSender(Lines::new(self.0.connection().clone(), MAX_MESSAGE))
     }
 
-    /// Returns the pass of the connections that are announced with `token`.
+    /// Returns the token for connections that this conversation announces with `token`.
     #[must_use]
     pub fn pass(&self, token: [u8; 16]) -> ConnectionToken {
         ConnectionToken::new(token, self.stream().exporter().cloned())
@@ -178,7 +178,7 @@ impl Conversation {
         Some((stream, rest))
     }
 
-    /// Returns the number of bytes of the next message that were read from the connection.
+    /// Returns the number of bytes that were read after the last message.
     #[must_use]
     pub fn begun(&self) -> usize {
         self.0.begun().len()
@@ -202,7 +202,7 @@ impl Conversation {
     ) -> Result<Option<T>, ConversationError> {
         let read = self.0.read(Instant::now() + timeout)?;
         let bytes = match &read {
-            // Bytes other than a conversation may end like one of its lines.
+            // TLS records may contain the end of a line, too.
             Line::Whole(line) => line,
             _ => self.0.begun(),
         };

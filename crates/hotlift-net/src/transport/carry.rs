@@ -8,9 +8,9 @@ use super::Stream;
 /// Size of the copy buffer, in bytes.
 const COPY: usize = 256 << 10;
 
-/// Copies `from` to `to` until its end, and then shuts down that direction of `to`. The other direction is not changed. `each`
-/// receives the bytes read. A slow reader of `to` makes the writer of `from` wait. Returns true if all bytes were copied. If
-/// one connection breaks, breaks both, so that a cut does not look like an end.
+/// Copies `from` to `to` until the end of `from`, then shuts down writing to `to`. The opposite direction is not changed.
+/// `each` receives the bytes read. A slow reader of `to` makes the writer of `from` wait. Returns true if all bytes were
+/// copied. If one connection breaks, cuts both, so that the peer does not take this for the end of the data.
 pub fn carry(from: &Stream, to: &Stream, each: &mut dyn FnMut(&[u8])) -> bool {
     let mut buffer = vec![0; COPY];
     loop {

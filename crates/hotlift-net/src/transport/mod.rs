@@ -230,7 +230,7 @@ impl Address {
     }
 }
 
-/// Returns true if `host` is an IPv6 link-local address, which each network has its own of.
+/// Returns true if `host` is an IPv6 link-local address, which identifies a host only together with an interface.
 fn is_link_local(host: &str) -> bool {
     host.parse::<Ipv6Addr>()
         .is_ok_and(|address| address.is_unicast_link_local())
@@ -263,7 +263,7 @@ impl<'a> Stop<'a> {
 
     /// Returns true once the connection is no longer wanted.
     pub fn is_stopped(&self) -> bool {
-        // The check below covers all rings so far.
+        // Drained before the check, so that the check covers every earlier wake-up.
         let _ = self
             .wake_fd
             .map(|wake_fd| rustix::io::read(wake_fd, &mut [0; 8]));
@@ -285,7 +285,7 @@ impl<'a> Stop<'a> {
         }
     }
 
-    /// Waits until a read of `stream` does not block; returns false if it may, or `wait` is over.
+    /// Waits up to `wait` until a read of `stream` does not block. Returns false if a read may still block.
     ///
     /// # Errors
     /// The system's error; `Interrupted` once it is stopped.
@@ -311,7 +311,7 @@ pub fn wait_readable(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result<bool> 
 /// Waits until `fd` is ready for `flags`; returns false after `timeout`.
 fn wait_for(fd: BorrowedFd<'_>, flags: PollFlags, timeout: Duration) -> io::Result<bool> {
     let mut fds = [PollFd::new(&fd, flags)];
-    // A time that does not fit means no limit.
+    // If the sum overflows, there is no limit.
     let until = Instant::now().checked_add(timeout);
     Ok(poll_until(&mut fds, until)? > 0)
 }
@@ -388,7 +388,7 @@ impl Stream {
         self.secure_unless(tls, host, Stop::NEVER)
     }
 
-    /// Does the same, and fails once it is stopped.
+    /// Does the same as [`Self::secure`], and fails once `stop` interrupts it.
     ///
     /// # Errors
     /// [`TlsError`]: the side at fault, and the problem.
@@ -537,7 +537,8 @@ impl Stream {
         }
     }
 
-    /// Returns true if a read does not block, after a poll. With TLS, only a part of a record may have arrived.
+    /// Returns true if a read does not block, after the poll `polled`. With TLS a readable socket is not enough: only a part of
+    /// a record may have arrived.
     ///
     /// # Errors
     /// The system's error.

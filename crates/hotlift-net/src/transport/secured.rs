@@ -303,7 +303,7 @@ mod tests {
         assert!(!here.wait_readable(short).unwrap());
         let late = here.read_within(&mut bytes, short).unwrap_err();
         assert_eq!(late.kind(), io::ErrorKind::TimedOut);
-        // The end of the connection is a cut, for a poll and for a read.
+        // The end without `close_notify` makes the connection readable, and is an error of the read.
         drop((there, beside));
         assert!(here.wait_readable(long).unwrap());
         assert!(here.read_within(&mut bytes, long).is_err());

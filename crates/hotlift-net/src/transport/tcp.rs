@@ -69,7 +69,7 @@ pub(super) fn connect(
     stop: Stop<'_>,
 ) -> io::Result<Stream> {
     let host = if host.is_empty() { "localhost" } else { host };
-    // Ignores other answers of the resolver: connections to this host go without TLS.
+    // A name of this host may only resolve to loopback: connections to this host go without TLS.
     let stays = super::is_this_host(host);
     let addresses = (host, port).to_socket_addrs()?;
     let addresses = addresses.filter(|address| !stays || address.ip().to_canonical().is_loopback());

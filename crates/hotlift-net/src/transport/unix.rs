@@ -79,7 +79,6 @@ pub(super) fn connect(path: &Path, timeout: Duration, stop: Stop<'_>) -> io::Res
                 stream.set_nonblocking(false)?;
                 return Ok(stream.into());
             }
-            // No event shows that the queue has room again.
             Err(Errno::AGAIN) if begun.elapsed() < timeout => stop.poll(&mut Vec::new(), RETRY)?,
             Err(Errno::AGAIN) => {
                 let why = "its queue of connections is full, and its process accepts none";
