@@ -15,15 +15,14 @@ use time::OffsetDateTime;
 use crate::credentials::Role;
 use crate::identity::{Identity, NotACertificate};
 
-/// Lifetime of a CA in days: ten years. Replacing it requires new certificates on every host; it is meant for a manually
-/// maintained set of hosts.
+/// Lifetime of a CA in days: ten years, because a new CA requires new certificates on every host.
 pub const CA_DAYS: u32 = 3650;
 
 /// Lifetime of a host's certificates in days: a year. It limits the use of a stolen key, since this CA keeps no list of revoked
 /// certificates. `hotlift certs renew` is one line in a crontab.
 pub const HOST_DAYS: u32 = 365;
 
-/// Time by which a certificate begins before now, for hosts whose clocks are behind.
+/// A new certificate is valid from this time before now on, for hosts whose clocks are behind.
 const EARLIER: Duration = Duration::from_secs(3600);
 
 /// Longest common name, in characters (X.520's `ub-common-name`, which GnuTLS and OpenSSL enforce).
@@ -35,7 +34,7 @@ const DAY: Duration = Duration::from_secs(24 * 3600);
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AuthorityError {
-    /// Not a valid name for a certificate.
+    /// The name is not valid in a certificate.
     #[error("'{name}' is neither a DNS name nor an IP address")]
     BadName {
         /// The name.
@@ -137,7 +136,7 @@ impl Authority {
             });
         }
         let key = KeyPair::from_pem(key)?;
-        // rcgen accepts any key.
+        // rcgen does not compare the key with the certificate.
         let (_, parsed) = x509_parser::parse_x509_certificate(&der).map_err(|_| NotACertificate)?;
         if parsed.public_key().subject_public_key.data != key.public_key_raw() {
             return Err(AuthorityError::Mismatch);

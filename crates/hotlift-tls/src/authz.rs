@@ -22,8 +22,9 @@ pub enum AuthzError {
 /// subjectAltName, or its whole distinguished name.
 ///
 /// In a pattern, `*` matches any characters, including none, and `?` matches one. A pattern with `=` is for distinguished names
-/// (`CN=host-a,O=Example`). It is compared with both orders of the name, since GnuTLS, OpenSSL and QEMU's manual differ in
-/// that. Only these are case-sensitive; other names are not, as in DNS. The common name (CN) alone does not count.
+/// (`CN=host-a,O=Example`). It is compared with both orders of the name, since GnuTLS, OpenSSL and QEMU's manual use different
+/// orders. DNS names and IP addresses are not case-sensitive; distinguished names and URIs are. A common name (CN) is compared
+/// only as a part of the distinguished name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Authz {
     patterns: Vec<String>,
@@ -75,13 +76,14 @@ impl Authz {
     }
 }
 
-/// Returns true for a pattern of IP addresses: other names have no colon, and no host name has only digits and dots.
+/// Returns true for a pattern of IP addresses: host names have no colon, and do not consist of digits and dots only.
 fn is_address(pattern: &str) -> bool {
     let is_part = |c: char| c.is_ascii_digit() || ['.', '*', '?'].contains(&c);
     pattern.contains(':') || pattern.chars().all(is_part)
 }
 
-/// Replaces escaped commas in a distinguished name, so that a star cannot match only the backslash.
+/// Replaces escaped commas in a distinguished name. Otherwise a star before a comma could match the backslash of an escaped
+/// one.
 fn unescaped(name: &str) -> String {
     name.replace("\\,", "\u{1}")
 }
@@ -92,8 +94,8 @@ impl fmt::Display for Authz {
     }
 }
 
-/// Returns true if `pattern` matches all of `text`. Takes at most the product of the lengths in steps: after a mismatch only
-/// the last star is retried.
+/// Returns true if `pattern` matches all of `text`. After a mismatch only the last star is retried, so the number of steps is
+/// at most the product of the lengths.
 fn fits(pattern: &str, text: &str) -> bool {
     let pattern: Vec<char> = pattern.chars().collect();
     let text: Vec<char> = text.chars().collect();

@@ -8,7 +8,7 @@ use aws_lc_rs::hmac;
 use rustls::crypto::tls13::OkmBlock;
 use rustls::{KeyLog, Tls13CipherSuite};
 
-/// Labels of the two values in a proof. Unregistered labels begin like this (RFC 5705, section 4).
+/// Labels of the two exported values in a proof. Unregistered labels begin with `EXPORTER` (RFC 5705, section 4).
 const CONVERSATION: &str = "EXPORTER-hotlift-conversation";
 const DATA: &str = "EXPORTER-hotlift-data";
 
@@ -29,7 +29,7 @@ impl fmt::Debug for Exporter {
 }
 
 impl Exporter {
-    /// Returns the value of `label` and `context`, the same at both ends. Private labels begin with `EXPORTER`.
+    /// Returns the value of `label` and `context`, the same at both ends. Unregistered labels begin with `EXPORTER`.
     #[must_use]
     pub fn export(&self, label: &str, context: &[u8]) -> [u8; LENGTH] {
         let hash = self.suite.common.hash_provider;

@@ -59,13 +59,13 @@ impl Cipher {
         for (byte, number) in nonce[4..].iter_mut().zip(self.sequence.to_be_bytes()) {
             *byte ^= number;
         }
-        // A key is replaced about 2^40 times earlier than its numbers end.
+        // Overflow would take 2^64 records.
         self.sequence += 1;
         Nonce::assume_unique_for_key(nonce)
     }
 
-    /// Seals the plaintext in `record` as a record of type `kind`. The plaintext lies between the space for the header and the
-    /// space for type and tag.
+    /// Seals the plaintext in `record` as a record of type `kind`. The plaintext must be between the space for the header and
+    /// that for type and tag.
     pub(crate) fn seal(&mut self, kind: u8, record: &mut [u8]) -> Result<(), RecordError> {
         let header = header_of(record)?;
         let nonce = self.nonce();
@@ -77,7 +77,7 @@ impl Cipher {
             .map_err(|_| RecordError::Keys)
     }
 
-    /// Does the same for `plaintext` outside of `record`, which must have the matching length.
+    /// Seals `plaintext` into `record`, which must have the length of the sealed record.
     pub(crate) fn seal_from(
         &mut self,
         plaintext: &[u8],

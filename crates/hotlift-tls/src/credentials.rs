@@ -106,8 +106,8 @@ impl Layout {
     }
 }
 
-/// Files of QEMU's other credentials. Neither is supported: rustls has no external pre-shared keys for TLS 1.3, and anonymous
-/// TLS does not protect against a man in the middle.
+/// Files of QEMU's other kinds of credentials. Neither kind is supported: rustls has no external pre-shared keys for TLS 1.3,
+/// and anonymous TLS does not protect against a man in the middle.
 const OTHERS: [(&str, &str); 2] = [
     ("keys.psk", "tls-creds-psk"),
     ("dh-params.pem", "tls-creds-anon"),
@@ -128,7 +128,7 @@ fn first_of(folders: &[PathBuf]) -> Result<PathBuf, CredentialsError> {
     })
 }
 
-/// Something that works, but needs attention.
+/// Warning about files that can be used, but need attention.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Warning {
@@ -151,15 +151,15 @@ pub enum Warning {
         /// Mode of the file, such as 0644.
         mode: u32,
     },
-    /// A list of revoked certificates is that of a CA that signs nothing here.
+    /// A list of revoked certificates is from a CA that is neither in the folder nor the issuer of this host's certificates.
     ListOfOtherCa {
         /// The file.
         file: PathBuf,
         /// The CA.
         issuer: String,
     },
-    /// The files have changed, and are not usable now. The earlier ones stay in use, including the list of revoked
-    /// certificates: a renewal writes two files, one after the other.
+    /// The files have changed, and are not usable now: a renewal writes two files, one after the other. The earlier ones stay
+    /// in use, including the list of revoked certificates.
     NotTakenUp {
         /// The reason.
         problem: String,
@@ -210,7 +210,7 @@ pub(crate) struct Material {
     own: [Option<OwnCertificate>; 2],
     /// True if there is a list of revoked certificates.
     has_revoked: bool,
-    /// CAs of lists in the folder that sign nothing here.
+    /// Issuers for [`Warning::ListOfOtherCa`].
     other_lists: Vec<String>,
     /// Every certificate in the files, with its file.
     identities: Vec<(PathBuf, Identity)>,
@@ -296,8 +296,8 @@ impl Material {
     }
 }
 
-/// Returns true if the file exists, or may exist without permission to check. Reading it then reports the error; skipping a CA
-/// or a list of revoked certificates would admit other peers.
+/// Returns true if the file exists, or if this cannot be checked. Reading it then reports the error, whereas skipping a list of
+/// revoked certificates, or a layout's CA, would admit other peers.
 fn is_there(path: &Path) -> bool {
     match path.symlink_metadata() {
         Ok(_) => true,
@@ -313,7 +313,7 @@ impl fmt::Debug for Material {
     }
 }
 
-/// A folder of certificates. Each connection checks if its files have changed, and reads them again.
+/// A folder of certificates. Each connection checks if its files have changed, and reads them again if so.
 #[derive(Debug)]
 pub struct Credentials {
     dir: PathBuf,
@@ -365,7 +365,7 @@ impl Credentials {
         let stamps = FileStamps::of(&self.dir);
         if stamps != loaded.stamps {
             match Material::read(&self.dir) {
-                // A removed list may be about to return: it is often replaced by a removal and a new file.
+                // The removal of a list is often the first half of its replacement, so the old list stays in use.
                 Ok(material) if loaded.material.has_revoked && !material.has_revoked => {
                     let list = self.dir.join(material.layout.revoked);
                     let problem =
@@ -416,7 +416,7 @@ impl Credentials {
     }
 }
 
-/// Returns a warning if `file` expires at `at`, and that is past or soon.
+/// Returns a warning if `at`, the end of the certificate in `file`, is past or within [`ENDS_SOON`].
 fn ends(file: &Path, at: SystemTime, now: SystemTime) -> Option<Warning> {
     (at < now + ENDS_SOON).then(|| Warning::Ends {
         file: file.to_owned(),
@@ -461,7 +461,7 @@ impl FileStamps {
     }
 }
 
-/// Reads the certificate and key of these names; returns nothing if both are missing.
+/// Reads the certificate and key in the files with these names; returns `None` if both are missing.
 fn own(
     dir: &Path,
     [certificate, key]: [&str; 2],

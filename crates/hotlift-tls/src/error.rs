@@ -28,10 +28,10 @@ pub enum CredentialsError {
         /// Names of the CA's file, in either layout.
         names: [&'static str; 2],
     },
-    /// A folder with QEMU credentials other than certificates.
+    /// A folder with credentials of QEMU that are not certificates.
     #[error("{} is for {object}, which is not supported: use certificates, as for tls-creds-x509", file.display())]
     OtherKind {
-        /// One of their files.
+        /// One of its files.
         file: PathBuf,
         /// QEMU's object.
         object: &'static str,
@@ -171,7 +171,7 @@ pub enum Fault {
     OfCa,
     /// The list of revoked certificates cannot be used.
     BadRevocationList(rustls::Error),
-    /// It is not meant for this side of a connection.
+    /// Its extended key usage does not include the role of the peer.
     Purpose {
         /// Required role: `server` or `client`.
         needed: &'static str,
@@ -333,7 +333,7 @@ pub enum TlsError {
     /// Another error of the handshake.
     #[error("the TLS handshake failed")]
     Handshake(#[source] rustls::Error),
-    /// A record after the handshake's messages.
+    /// An error of a record that follows the handshake's messages.
     #[error("the TLS handshake failed")]
     Record(#[source] RecordError),
 }
@@ -345,7 +345,7 @@ pub enum RecordError {
     /// The connection failed.
     #[error("the connection broke")]
     Io(#[source] io::Error),
-    /// FIN without `close_notify`.
+    /// The connection ended without `close_notify`.
     #[error("the connection was cut: it ended without close_notify")]
     Truncated,
     /// A record that differs from the one sent: changed, repeated, out of order, or after a lost one.
@@ -400,7 +400,7 @@ pub enum RecordError {
     /// An earlier error.
     #[error("the TLS connection failed before")]
     Failed,
-    /// Key derivation failed. Does not happen.
+    /// Key derivation failed, which does not happen.
     #[error("no keys for TLS records")]
     Keys,
 }
@@ -438,7 +438,7 @@ impl From<RecordError> for io::Error {
 pub struct Alert(pub(crate) AlertDescription);
 
 impl Alert {
-    /// ALPN has no protocol in common.
+    /// The sides have no ALPN protocol in common.
     pub(crate) const NO_PROTOCOL: Self = Self(AlertDescription::NoApplicationProtocol);
 
     /// Returns the alert with this number.
@@ -494,7 +494,7 @@ impl fmt::Display for Alert {
     }
 }
 
-/// Returns a time, to the second.
+/// Formats a time to the second.
 pub(crate) fn date(at: SystemTime) -> impl fmt::Display {
     humantime::format_rfc3339_seconds(at)
 }

@@ -1,5 +1,5 @@
-//! Both ends of a connection with fixed, published keys, for tests and the fuzz target. These need records that no peer would
-//! send, and some thousand connections a second. Nothing in it is secret, and no other code may use it.
+//! Both ends of a connection with fixed, published keys, for tests and the fuzz target only. They need records that no peer
+//! would send, and thousands of connections a second. Nothing sent over such a connection is secret.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The handshake, record by record: later bytes stay in the socket.
+//! The handshake. Reads record by record, so that the bytes after it stay in the socket.
 
 use std::io::{Read, Write};
 
@@ -84,7 +84,7 @@ pub(crate) fn drive<C: Connection>(
                 Next::Again
             }
             Ok(ConnectionState::TransmitTlsData(state)) => {
-                // It is sent before the next read.
+                // `to_send` is sent before the next read.
                 state.done();
                 Next::Again
             }
@@ -99,7 +99,7 @@ pub(crate) fn drive<C: Connection>(
         received.drain(..discard);
         match next {
             Next::Again => {}
-            // A server may have sent its last message before the client has.
+            // A server can send data before the client's last message has arrived: it continues to read.
             Next::Done if !connection.common().is_handshaking() => {
                 return write_all(socket, &mut to_send);
             }
@@ -120,7 +120,7 @@ pub(crate) fn drive<C: Connection>(
     }
 }
 
-/// A record without meaning, for middleboxes.
+/// A record without meaning in TLS 1.3, sent for the sake of middleboxes (RFC 8446, appendix D.4).
 const CHANGE_CIPHER_SPEC: [u8; 6] = [20, 3, 3, 0, 1, 1];
 
 fn write_all(socket: &mut BoundedSocket<'_>, to_send: &mut Vec<u8>) -> Result<(), TlsError> {
@@ -149,7 +149,7 @@ fn read_record(
     let [kind, major, minor, high, low] = header;
     let length = usize::from(u16::from_be_bytes([high, low]));
     if is_first && !is_tls([kind, major, minor]) {
-        // It shows a peer without TLS what it connected to; the peer may be gone.
+        // The alert tells a peer without TLS that this side uses TLS. The peer may be gone.
         let _ = socket.write_all(&NOT_TLS);
         return Err(TlsError::PlaintextPeer);
     }
@@ -173,7 +173,7 @@ fn send_alert<C: Connection>(
     to_send: &mut Vec<u8>,
     socket: &mut BoundedSocket<'_>,
 ) {
-    // Without this check, rustls would process messages again that it has discarded, and panic.
+    // Processing without anything to send would repeat discarded messages, and rustls would panic.
     while connection.common().wants_write() {
         match connection.process(&mut []).state {
             Ok(ConnectionState::EncodeTlsData(message)) => encode(message, to_send),

@@ -14,7 +14,7 @@ use crate::printable::escape;
 /// Limit of a certificate's names in a message; a peer's certificate may have thousands.
 const SHOWN: usize = 8;
 
-/// Characters that RFC 4514 escapes in a value. Spaces are not escaped: they end nothing.
+/// Characters that RFC 4514 escapes in a value, except spaces: they end no value.
 const SPECIAL: [char; 7] = [',', '+', '"', '\\', '<', '>', ';'];
 
 /// Error for bytes that are not an X.509 certificate.
@@ -27,7 +27,7 @@ pub struct NotACertificate;
 pub struct Identity {
     /// Subject, written as in RFC 4514 but in the certificate's order: `C=DE,O=Example,CN=host-a`. Empty if it has none.
     pub subject: String,
-    /// Subject in the opposite order. Tools print either.
+    /// Subject in the opposite order, which other tools print.
     pub subject_reversed: String,
     /// Issuer, written as the subject.
     pub issuer: String,
@@ -92,7 +92,7 @@ impl Identity {
         Ok(identity)
     }
 
-    /// Returns all names that a user may use for it: DNS names, addresses, URIs.
+    /// Returns the names of its host: DNS names, IP addresses, URIs.
     pub fn names(&self) -> impl Iterator<Item = String> + '_ {
         let dns = self.dns.iter().cloned();
         let ip = self.ip.iter().map(IpAddr::to_string);
@@ -163,7 +163,7 @@ fn address(bytes: &[u8]) -> Option<IpAddr> {
     Some(Ipv6Addr::from(bytes).into())
 }
 
-/// Converts seconds since 1970. Earlier times become 1970: such a certificate has expired.
+/// Converts seconds since 1970. Earlier times become 1970; a certificate that ends before has expired either way.
 pub(crate) fn at(seconds: i64) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(seconds).unwrap_or(0))
 }

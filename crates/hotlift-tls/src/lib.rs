@@ -6,19 +6,19 @@
 //!     Tls       rules for the peer: host name, allow-list, profile (another Hotlift, or a QEMU)
 //!      │  connect, accept: a handshake within 10 s and 64 KiB of the peer's data
 //!   Session     the peer's identity, the exporter, and one half for each direction
-//!    ├─ RecordWriter   plaintext ─▶ records of 14.5 KiB, three to a system call
-//!    └─ RecordReader   records ─▶ plaintext, decrypted where they were read
+//!    ├─ RecordSealer   plaintext ─▶ records of 14.5 KiB, three to a system call
+//!    └─ RecordOpener   records ─▶ plaintext, decrypted where they were read
 //! ```
 //!
-//! rustls does the handshake, and keeps the key schedule. The records are sealed here: rustls has one object for both
-//! directions, and copies sent data once more. A channel's thread must be able to send while another is blocked in a read. Both
-//! halves share the key schedule, behind a lock that only a KeyUpdate takes, and a flag: the other side requests new keys.
+//! rustls does the handshake, and keeps the key schedule. The records are sealed and opened here: rustls has one object for
+//! both directions, and copies sent data once more, whereas a thread must be able to send while another is blocked in a read.
+//! The halves share the key schedule, behind a lock that only a KeyUpdate takes, and a flag for the peer's request of new keys.
 //!
 //! A connection uses at most [`CONNECTION_MEMORY`] of buffers: 43.5 KiB for the first direction with bulk data, one record for
 //! the other. Buffers grow with the data sent and received: a quiet connection has about 2 KiB.
 //!
-//! What is *not* here: which connections need TLS, the limit of concurrent handshakes with unauthenticated peers, and if an end
-//! without `close_notify` is valid (QEMU's main channel). The engine decides these.
+//! The callers decide which connections need TLS, how many handshakes with unauthenticated peers may run, and if an end without
+//! `close_notify` is valid (QEMU's main channel).
 //!
 //! # Example
 //!

@@ -10,11 +10,11 @@ use crate::error::RecordError;
 use crate::record::{MAX_RECORD, OVERHEAD, RECORD_PLAINTEXT};
 use hotlift_mem::lock;
 
-/// Buffer size of the direction with bulk data: three records of [`crate::RECORD_PLAINTEXT`], with overhead. Two records a
-/// system call took 5 % more CPU time on both sides; four do not fit into 64 KiB with [`SMALL_BUFFER`].
+/// Buffer size of the direction with bulk data: three records of [`crate::RECORD_PLAINTEXT`], with overhead. Buffers of two
+/// records took 5 % more CPU time on both sides; one of four does not fit into 64 KiB with [`SMALL_BUFFER`].
 pub(crate) const BULK_BUFFER: usize = 3 * (RECORD_PLAINTEXT + OVERHEAD);
 
-/// Buffer size of the other direction: one record of any peer.
+/// Buffer size of the other direction: the longest record of any peer.
 pub(crate) const SMALL_BUFFER: usize = MAX_RECORD;
 
 /// Limit of a connection's buffers, in bytes, for both directions together. The keys and the other side's certificates need
@@ -23,7 +23,7 @@ pub const CONNECTION_MEMORY: usize = BULK_BUFFER + SMALL_BUFFER;
 
 const _: () = assert!(CONNECTION_MEMORY + (4 << 10) <= 64 << 10);
 
-/// Source of the next keys: rustls, which keeps their secrets.
+/// Source of the next keys: rustls, which keeps the secrets.
 pub(crate) trait Keys: Send {
     /// Returns the next sending key.
     fn next_to_send(&mut self) -> Result<Cipher, RecordError>;
@@ -53,7 +53,7 @@ pub(crate) struct Link {
 
 impl std::fmt::Debug for Link {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // Does not show the keys.
+        // Omits the keys.
         f.debug_struct("Link").finish_non_exhaustive()
     }
 }
@@ -93,7 +93,7 @@ impl Link {
             && self.update_is_wanted.swap(false, Ordering::Relaxed)
     }
 
-    /// Returns the buffer limit for a direction that turns out to have bulk data.
+    /// Returns the buffer limit for a direction with bulk data: the large one for the first direction that asks.
     pub(crate) fn claim_bulk(&self) -> usize {
         match self.has_bulk.swap(true, Ordering::Relaxed) {
             false => BULK_BUFFER,

@@ -29,7 +29,7 @@ pub struct Listing {
 pub struct File {
     /// Its path.
     pub path: PathBuf,
-    /// Role of this host with it; none for a CA.
+    /// Role in which this host uses it; `None` for a CA.
     pub role: Option<Role>,
     /// Names of the certificate; in a chain, of the first one.
     pub identity: Identity,
@@ -80,7 +80,7 @@ impl Listing {
         listing
     }
 
-    /// Returns true if connections can be made and accepted with it.
+    /// Returns true if connections can be made and accepted with the folder.
     #[must_use]
     pub fn is_usable(&self) -> bool {
         self.problems().next().is_none()
@@ -106,7 +106,7 @@ impl Listing {
         let Ok(identity) = Identity::read(certificate) else {
             return;
         };
-        // For a CA, or in an unusable folder, no handshake verifies the times.
+        // A handshake checks the times only of a host's certificate in a usable folder.
         let fault = if identity.ends < now {
             Some(Fault::Ended { at: identity.ends })
         } else if identity.begins > now {

@@ -9,8 +9,8 @@ use crate::cipher::{Cipher, sealed};
 use crate::error::RecordError;
 use crate::record::{APPLICATION_DATA, RECORD_PLAINTEXT};
 
-/// Measures this thread's CPU time to seal `memory` in records of the usual size, and to open them again. Uses AES-128-GCM,
-/// which two Hotlifts negotiate. `memory` should exceed the caches, as a guest's does.
+/// Returns this thread's CPU times for sealing `memory` in records of the usual size, and for opening them again. Uses
+/// AES-128-GCM, which two Hotlifts negotiate. `memory` should be larger than the caches, like a guest's.
 ///
 /// # Errors
 /// The errors of the cipher; does not happen.

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 /// Appends `text`. Escapes `special` characters with a backslash, as in RFC 4514, and control characters as a backslash and two
-/// hexadecimal digits a byte. So different texts stay different, and none becomes two lines.
+/// hexadecimal digits for each byte. So different texts stay different, and none has a second line.
 pub(crate) fn escape(text: &str, special: &[char], to: &mut String) {
     for (i, c) in text.char_indices() {
         if c.is_control() {

@@ -29,8 +29,8 @@ pub const MAX_CIPHERTEXT: usize = (1 << 14) + 256;
 /// Longest record of a peer.
 pub(crate) const MAX_RECORD: usize = HEADER + MAX_CIPHERTEXT;
 
-/// Number of records sealed with one key. RFC 8446, section 5.5, allows 2^24.5 of full length for AES-GCM; all ciphers use the
-/// same limit. The last of them is a KeyUpdate.
+/// Number of records sealed with one key, including the KeyUpdate at the end. RFC 8446, section 5.5, allows 2^24.5 records of
+/// full length for AES-GCM; all ciphers use the same limit.
 pub const RECORDS_PER_KEY: u64 = 1 << 24;
 
 /// Content types.
@@ -48,7 +48,7 @@ pub(crate) const MESSAGE_HEADER: usize = 4;
 /// Longest message after a handshake. Tickets of OpenSSL contain the client's certificate.
 pub(crate) const MAX_MESSAGE: usize = 64 << 10;
 
-/// A KeyUpdate that does not request one of the other side.
+/// A KeyUpdate that does not request one from the other side.
 pub(crate) const KEY_UPDATE_MESSAGE: [u8; 5] = [KEY_UPDATE, 0, 0, 1, 0];
 
 /// Returns the header of a sealed record whose body has `length` bytes.

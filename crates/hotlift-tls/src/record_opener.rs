@@ -20,14 +20,14 @@ const MAX_IDLE: u32 = 32;
 
 /// The receiving direction. Belongs to one thread at a time.
 ///
-/// A read takes all that the socket has and the buffer holds: up to three records of Hotlift once there is that much data. They
-/// are decrypted in place. The caller copies only verified plaintext.
+/// A read fills the buffer with what the socket has: up to three records of Hotlift, once the buffer has grown. Records are
+/// decrypted in place, and the caller gets only verified plaintext.
 #[derive(Debug)]
 pub struct RecordOpener {
     cipher: Cipher,
     link: Arc<Link>,
     buffer: Vec<u8>,
-    /// Size limit of the buffer; none until it is needed.
+    /// Size limit of the buffer; `None` until the buffer must exceed [`SMALL_BUFFER`].
     limit: Option<usize>,
     /// Unconsumed plaintext in `buffer`, before `sealed`.
     plaintext: Range<usize>,
@@ -86,8 +86,8 @@ impl RecordOpener {
         }
     }
 
-    /// Returns plaintext that was received and not [consumed](Self::consume); if there is none, the next one. Returns an empty
-    /// slice only after `close_notify`. Reads from `from` only if no plaintext is buffered.
+    /// Returns plaintext that was not [consumed](Self::consume) yet; reads more from `from` only if there is none. Returns an
+    /// empty slice only after `close_notify`.
     ///
     /// # Errors
     /// See [`RecordError`]; [`RecordError::Truncated`] if `from` ends without `close_notify`. After an error of the connection
@@ -178,7 +178,8 @@ impl RecordOpener {
         self.buffer.capacity()
     }
 
-    /// Reads the record by which the server accepts this side; keeps its data for the caller.
+    /// Waits for the first record with application data, by which the server confirms that it accepts this side. Its plaintext
+    /// is kept for the caller.
     pub(crate) fn wait_for_first(&mut self, from: &mut impl Read) -> Result<(), RecordError> {
         loop {
             match self.next_record(from) {
@@ -265,7 +266,7 @@ impl RecordOpener {
         }
         self.sealed.end += n;
         if self.sealed.end == self.buffer.len() {
-            // More data may be available than it holds.
+            // The buffer is full, so more data may be available.
             if self.buffer.len() < SMALL_BUFFER {
                 self.grow(SMALL_BUFFER);
             } else {
@@ -289,7 +290,7 @@ impl RecordOpener {
         let mut new_keys = None;
         while let Some((&first, rest)) = bytes.split_first() {
             if new_keys.is_some() {
-                // Later messages in this record would use the old key.
+                // A message after a KeyUpdate must be in another record, under the new key.
                 return Err(RecordError::Unexpected {
                     what: "message",
                     kind: first,

@@ -10,8 +10,8 @@ use crate::record::{
     ALERT, APPLICATION_DATA, HANDSHAKE, HEADER, KEY_UPDATE_MESSAGE, RECORD_PLAINTEXT,
 };
 
-/// Plaintext to send, from front to back. Each byte is read once, and sealed in its copy, so that the source may be memory that
-/// changes in the meantime: a guest's.
+/// Plaintext to send, from front to back. [`Self::take`] reads each byte once, and its copy is sealed. So the source may be
+/// guest memory, which changes in the meantime.
 pub trait Plaintext {
     /// Returns the number of bytes not yet taken.
     fn remaining(&self) -> usize;
@@ -19,8 +19,8 @@ pub trait Plaintext {
     /// Copies the next bytes into `to`, until it is full or none remain.
     fn take(&mut self, to: &mut [u8]);
 
-    /// Takes the next `length` bytes in place if they are contiguous and no thread writes to them. Sealing from memory takes
-    /// 0.87 of the time of copying and sealing.
+    /// Returns the next `length` bytes without a copy if they are contiguous and no thread writes to them. Otherwise returns
+    /// `None`, and takes nothing. Sealing directly from memory takes 0.87 of the time of copying and sealing.
     fn take_in_place(&mut self, length: usize) -> Option<&[u8]> {
         let _ = length;
         None
@@ -99,16 +99,15 @@ impl Plaintext for &mut [IoSlice<'_>] {
 
 /// The sending direction. Belongs to one thread at a time.
 ///
-/// Its buffer holds records on their way to the socket, three at most. A caller with its own send buffer calls [`Self::seal`]
-/// and appends the result to that buffer; the memory is the same either way. Bytes are copied at most once: to the place where
-/// they are encrypted.
+/// Its buffer holds up to three sealed records. [`Self::send`] writes them to the socket; a caller with its own send buffer
+/// calls [`Self::seal`] instead. Bytes are copied at most once: to the place where they are encrypted.
 #[derive(Debug)]
 pub struct RecordSealer {
     cipher: Cipher,
     link: Arc<Link>,
-    /// Records are sealed here; empty until the first one.
+    /// Place where records are sealed; empty until the first one.
     buffer: Vec<u8>,
-    /// Size limit of the buffer; none until it is needed.
+    /// Size limit of the buffer; `None` until the buffer must exceed [`SMALL_BUFFER`].
     limit: Option<usize>,
     records_per_key: u64,
     has_ended: bool,
@@ -167,7 +166,7 @@ impl RecordSealer {
             filled = self.update_key_if_due(filled)?;
             let room = (self.buffer.len() - filled).saturating_sub(sealed(0));
             let length = from.remaining().min(RECORD_PLAINTEXT);
-            // The rest of the buffer is not filled with a small record while more data follows.
+            // The rest of the buffer stays empty: the data goes into a full record of the next buffer.
             if room < length && (filled > 0 || room == 0) {
                 break;
             }
@@ -203,7 +202,8 @@ impl RecordSealer {
     /// # Errors
     /// The system's error; [`RecordError::Ended`] after an earlier end.
     pub fn alert(&mut self, to: &mut impl Write, alert: Alert) -> Result<(), RecordError> {
-        // Levels have no meaning any more; OpenSSL requires 1 (warning) for these two, and 2 (fatal) for all others.
+        // TLS 1.3 ignores the level, but OpenSSL requires 1 (warning) for close_notify and user_canceled, and 2 (fatal)
+        // otherwise.
         let level = if matches!(alert.number(), 0 | 90) {
             1
         } else {

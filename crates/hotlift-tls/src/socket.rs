@@ -21,21 +21,21 @@ struct TooManyBytes;
 #[error("cancelled")]
 struct Cancelled;
 
-/// A blocking socket, used without blocking beyond a deadline. Its own timeouts and flags are not changed: the engine sets
-/// them, and another thread may use it at the same time.
+/// A blocking socket that is used with a deadline. The timeouts and flags of the socket are not changed: the engine sets them,
+/// and another thread may use the socket at the same time.
 pub(crate) struct BoundedSocket<'a> {
     fd: BorrowedFd<'a>,
     time: Duration,
     deadline: Instant,
     bytes: usize,
-    /// Bytes of `bytes` that may still be read.
+    /// Number of bytes that may still be read, of the `bytes` in all.
     left: usize,
     wake_fd: Option<BorrowedFd<'a>>,
     is_cancelled: &'a dyn Fn() -> bool,
     has_sent: bool,
 }
 
-/// Returns the missing part of a handshake with `unacknowledged` sent bytes without acknowledgement.
+/// Returns the missing part of a handshake that timed out. `unacknowledged` returns the number of unacknowledged sent bytes.
 fn missing(has_sent: bool, unacknowledged: impl FnOnce() -> u32) -> Missing {
     match has_sent {
         false => Missing::Start,
@@ -45,7 +45,7 @@ fn missing(has_sent: bool, unacknowledged: impl FnOnce() -> u32) -> Missing {
 }
 
 impl<'a> BoundedSocket<'a> {
-    /// Creates it. Reads and writes fail once `is_cancelled`, which may become true when `wake_fd` is readable.
+    /// Limits `fd`. Reads and writes fail once `is_cancelled` returns true; it is checked when `wake_fd` becomes readable.
     pub(crate) fn new(
         fd: BorrowedFd<'a>,
         time: Duration,

@@ -29,13 +29,13 @@ use crate::verify::{Seen, Verifier, fault};
 /// Timeout of a handshake, from the first byte to the last.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Limit of bytes from a peer before its handshake is done. A certificate chain has some kilobytes.
+/// Limit of bytes from a peer until the handshake is done. A certificate chain has some kilobytes.
 pub const HANDSHAKE_BYTES: usize = 64 << 10;
 
 /// Protocol name in ALPN, by which two Hotlifts recognize each other.
 const ALPN: &str = "hotlift/1";
 
-/// Type of the peer.
+/// Kind of the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Profile {
     /// Another Hotlift: uses ALPN, and the server's first record confirms that it accepts the client. A TLS 1.3 client finishes
@@ -91,7 +91,7 @@ pub struct Tls {
 pub struct Session {
     /// The other side's verified certificate; a client without [`Settings::verify_peer`] has none.
     pub peer: Option<Identity>,
-    /// Name of the cipher, as `TLS13_AES_128_GCM_SHA256`.
+    /// Name of the cipher, such as `TLS13_AES_128_GCM_SHA256`.
     pub cipher: String,
     /// Secret that only the two ends know.
     pub exporter: Exporter,
@@ -113,7 +113,7 @@ impl Tls {
         }
     }
 
-    /// Returns the same with a shorter handshake timeout.
+    /// Returns a copy with the handshake timeout `timeout`, if that is shorter.
     #[must_use]
     pub fn within(&self, timeout: Duration) -> Self {
         let settings = self.settings.clone();
@@ -146,7 +146,7 @@ impl Tls {
     }
 
     /// Does the client's handshake on `socket`, connected to the host name or IP address `host`. The socket must be blocking
-    /// and without data so far. System calls can still use it; after an error it should be closed.
+    /// and without data so far; after an error it should be closed.
     ///
     /// # Errors
     /// See [`TlsError`].
@@ -154,7 +154,8 @@ impl Tls {
         self.connect_unless(socket, host, None, &|| false)
     }
 
-    /// Does the same, and fails once `is_called_off`. `wake_fd` is readable after a change; the check must cover all rings.
+    /// Does the same as [`Self::connect`], and fails once `is_called_off` returns true. `wake_fd` becomes readable when that
+    /// may have changed; the callback must also drain it.
     ///
     /// # Errors
     /// See [`TlsError`].
@@ -196,7 +197,7 @@ impl Tls {
             None => builder.with_no_client_auth(),
         };
         config.resumption = Resumption::disabled();
-        // The name would be sent in the clear, and no Hotlift or QEMU serves several.
+        // The server name would be sent in the clear, and no Hotlift or QEMU serves several names.
         config.enable_sni = false;
         config.enable_secret_extraction = true;
         config.alpn_protocols = self.alpn();
@@ -237,7 +238,7 @@ impl Tls {
         let mut config = builder.with_cert_resolver(Arc::clone(&own.key) as _);
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
-        // QEMU's clients prefer AES-256, which takes a sixth more time.
+        // QEMU's clients prefer AES-256, which takes a sixth more time than AES-128.
         config.ignore_client_order = true;
         config.enable_secret_extraction = true;
         config.alpn_protocols = self.alpn();

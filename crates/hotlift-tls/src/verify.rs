@@ -15,7 +15,7 @@ use crate::error::{Fault, TlsError};
 use crate::identity::{Identity, at};
 use hotlift_mem::lock;
 
-/// Limit of an unverified name in a message, in characters: it may have sixty thousand.
+/// Limit of an unverified name in a message, in characters: a peer's certificate may have a name of sixty thousand.
 const MAX_SHOWN: usize = 200;
 
 /// The certificate that the peer sent in this handshake, valid or not.
@@ -59,7 +59,7 @@ impl<V: ?Sized> Verifier<V> {
     }
 }
 
-/// Methods that both verifiers delegate to rustls.
+/// Methods of both verifiers that check signatures: rustls does it.
 macro_rules! leaves_signatures_to_the_chain {
     () => {
         fn verify_tls12_signature(
@@ -134,7 +134,8 @@ impl ClientCertVerifier for Verifier<dyn ClientCertVerifier> {
     leaves_signatures_to_the_chain!();
 }
 
-/// Treats a CA with the name of ours and another key as another CA, also in the alert to the other side.
+/// Reports a bad signature as an unknown CA, also in the alert to the other side: a CA with the name of ours and another key is
+/// another CA.
 fn of_another_ca(error: Error) -> Error {
     match error {
         Error::InvalidCertificate(CertificateError::BadSignature) => {
@@ -145,7 +146,7 @@ fn of_another_ca(error: Error) -> Error {
 }
 
 /// Returns the fault that a handshake finds in a certificate of this host if the other side has the same CA and list of revoked
-/// certificates. The expected host names are unknown here; a server's certificate must have one.
+/// certificates. The name that the other side expects is unknown here; a server's certificate must have at least one.
 pub(crate) fn own_fault(
     material: &Material,
     role: Role,
@@ -168,7 +169,7 @@ pub(crate) fn own_fault(
         }
     };
     match verified.map_err(of_another_ca) {
-        // The name is checked last.
+        // The name is checked last, so a mismatch means that all else is correct.
         Ok(())
         | Err(Error::InvalidCertificate(
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
