@@ -10,8 +10,8 @@ pub struct RamBlockEntry {
     pub name: String,
     /// Length in bytes (`used_length`), a positive multiple of the page size.
     pub used_length: u64,
-    /// Size in bytes of the host's pages for the block, a power of two: postcopy places only whole ones. More than
-    /// [`PAGE_SIZE`](crate::PAGE_SIZE) only where postcopy may follow.
+    /// Size in bytes of the host's pages for the block, a power of two: postcopy places only whole host pages. More than
+    /// [`PAGE_SIZE`](crate::PAGE_SIZE) only in a stream that announces postcopy.
     pub page_size: u64,
     /// Guest physical address, only in streams with capability `x-ignore-shared`.
     pub guest_address: Option<u64>,
@@ -56,7 +56,8 @@ impl RamBlockEntry {
             let end = offset.checked_add(page_size);
             offset.is_multiple_of(page_size) && end.is_some_and(|end| end <= self.used_length)
         };
-        // The pages are valid if their combination is: one test for each packet, and the loop vectorises.
+        // All offsets are aligned if their OR is, and end in the block if the highest does: one test for each packet, and the
+        // loops vectorise.
         let bits = offsets.iter().fold(0, |bits, offset| bits | offset);
         let highest = offsets
             .iter()

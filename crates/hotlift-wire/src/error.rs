@@ -2,7 +2,7 @@
 
 use std::str::Utf8Error;
 
-/// Reason why bytes are not a migration stream, or why a value cannot be encoded.
+/// Reason why bytes cannot be decoded, or why a value cannot be encoded.
 ///
 /// Only [`WireError::Truncated`] can be resolved by more bytes; every other variant is final. `what` names the field or record
 /// in the terms of QEMU's stream.
@@ -68,7 +68,7 @@ pub enum WireError {
     NotUtf8 {
         /// The field.
         what: &'static str,
-        /// Position where UTF-8 ends.
+        /// Position of the first invalid byte.
         #[source]
         source: Utf8Error,
     },
@@ -114,7 +114,7 @@ pub enum WireError {
         /// Instance of the device.
         instance_id: u32,
     },
-    /// The length of a device's payload is unknown, so nothing after it can be read.
+    /// The length of a device's payload is unknown, so the rest of the stream cannot be read.
     #[error("device {idstr} (instance {instance_id}) has a payload of unknown length")]
     UnknownDevice {
         /// Name of the device.
@@ -152,7 +152,7 @@ pub enum WireError {
         /// Name of the block.
         block: String,
     },
-    /// A RAM block's length is zero, not a multiple of the page size, or more than the rest of the list's total.
+    /// A RAM block's length is zero, not a multiple of the page size, or more than what remains of the list's total.
     #[error("RAM block {block:?} has length {length:#x}, {remaining:#x} bytes of the total remain")]
     BadBlockLength {
         /// Name of the block.

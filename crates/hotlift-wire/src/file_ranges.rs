@@ -5,7 +5,7 @@
 //!   open     "HLFO"  be32 version  visitor (8)
 //!            be16 length  name                  -->
 //!                                               <--   opened   "HLFA"  u8 0  be64 length  be64 id
-//!                                                     refused  "HLFA"  u8 why  be16 length  text      the end
+//!                                                     refused  "HLFA"  u8 why  be16 length  text, then closes
 //!   read     be64 position  be32 length         -->
 //!                                               <--   bytes    be32 length  `length` bytes
 //!                                                     failed   be32 2^32 - 1  be16 length  text
@@ -46,7 +46,7 @@ pub struct Open<'a> {
 pub enum Refusal {
     /// The file does not exist, or is not exported.
     NotThere = 1,
-    /// All places are taken, or the system lacks a resource: a later retry may succeed.
+    /// A limit of connections is reached, or the system lacks a resource: a later retry may succeed.
     NotNow = 2,
     /// The client has another version.
     Version = 3,
@@ -116,7 +116,7 @@ impl<'a> Open<'a> {
     /// Reads a message, and returns its length in bytes.
     ///
     /// # Errors
-    /// [`WireError::Truncated`] if more bytes may complete it; otherwise any other. For another version only the version is
+    /// [`WireError::Truncated`] if more bytes may complete it; any other error is final. Of another version only the version is
     /// read.
     pub fn decode(bytes: &'a [u8]) -> Result<(Self, usize), WireError> {
         const WHAT: &str = "the opening of a file";
@@ -167,7 +167,7 @@ impl<'a> Reply<'a> {
     /// Reads a message, and returns its length in bytes.
     ///
     /// # Errors
-    /// [`WireError::Truncated`] if more bytes may complete it; otherwise any other.
+    /// [`WireError::Truncated`] if more bytes may complete it; any other error is final.
     pub fn decode(bytes: &'a [u8]) -> Result<(Self, usize), WireError> {
         const WHAT: &str = "the answer to the opening of a file";
         let mut reader = Reader::new(bytes);
@@ -255,7 +255,7 @@ impl<'a> Answer<'a> {
     /// Reads the head of the answer to a read of `asked` bytes, and returns its length without the bytes that follow.
     ///
     /// # Errors
-    /// [`WireError::Truncated`] if more bytes may complete it; otherwise any other, e.g. for too many bytes.
+    /// [`WireError::Truncated`] if more bytes may complete it; any other error is final, such as more than `asked` bytes.
     pub fn decode(bytes: &'a [u8], asked: usize) -> Result<(Self, usize), WireError> {
         let mut reader = Reader::new(bytes);
         let length = reader.clone().be32("an answer")?;

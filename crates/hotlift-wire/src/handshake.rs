@@ -10,8 +10,8 @@
 //! follows, and different versions are incompatible. Features can be added without a new version, and are used if both sides
 //! have them.
 //!
-//! After the handshake each other PING of a Hotlift has the CRC-32 of every earlier byte of the main channel. The PING after
-//! the last device asks if everything is loaded.
+//! After the handshake the value of a Hotlift's PING is the CRC-32 of every earlier byte of the main channel, unless it is one
+//! of the values below. The PING after the last device asks if everything is loaded.
 
 use bitflags::bitflags;
 
@@ -24,8 +24,8 @@ pub const VERSION: u8 = 4;
 /// with capability `postcopy-preempt` waits for that channel. The relay does not wait for the answer.
 pub const PREEMPT: u32 = PREFIX << 16 | 0xff01;
 
-/// PING value with which a relay asks, after the RAM blocks, if the final QEMU is connected. Until the answer the relay reads
-/// no page of its source.
+/// PING value with which a relay asks, after the RAM blocks, if the destination's QEMU is connected. Until the answer the relay
+/// reads no page from its source.
 pub const CONNECTED: u32 = PREFIX << 16 | 0xff02;
 
 /// "HL", the upper half of the first PING's value. QEMU counts its PINGs from 1.
@@ -43,16 +43,17 @@ bitflags! {
         const METHOD_BY_PACKET = 1 << 2;
         /// Urgent pages of a postcopy come on a separate connection.
         const PREEMPT = 1 << 3;
-        /// Between relays a PING follows the package of a postcopy, which is forwarded only if the value is correct.
+        /// Between relays a PING with a CRC-32 follows the package of a postcopy, which is forwarded only if the value is
+        /// correct.
         const PACKAGE_CHECKED = 1 << 4;
         /// Between relays a PING with the value [`CONNECTED`] follows the RAM blocks, answered once the destination's QEMU has
         /// answered the opening.
         const CONFIRMED = 1 << 5;
-        /// Between relays the source accepts the guest's state at the destination (`settle::GuestActivity`): before the last
-        /// SHUT(0), and in the answer to a question.
+        /// Between relays the source accepts the guest's state at the destination (`settle::GuestActivity`), in a message
+        /// before SHUT(0) and in the answer to a question.
         const DOING = 1 << 6;
-        /// The stream's sync points, a record each or the end of each section of RAM, come from the source's QEMU. Without this
-        /// feature a relay chooses them, because its source has no multifd or is older.
+        /// The stream's sync points come from the source's QEMU. Each is a flush record or the end of a section of RAM. Without
+        /// this feature a relay chooses the sync points, because its source has no multifd or is older.
         const SYNC_POINTS_SHOWN = 1 << 7;
     }
 }
@@ -96,9 +97,9 @@ impl Offer {
 /// Answer of a destination with this [`VERSION`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Accepted {
-    /// All features that it supports.
+    /// All features that the destination supports.
     pub features: Features,
-    /// Its id for this migration.
+    /// The destination's id for this migration.
     pub id: MigrationId,
 }
 

@@ -12,7 +12,7 @@
 //!   a save file       ◀─ ranges of its bytes ─────────────────▶   file_ranges
 //! ```
 //!
-//! Integers are big-endian and unsigned. All input from a peer is read by one [`Reader`], which cannot index out of range.
+//! Integers are big-endian and unsigned. All input from a peer is read with [`Reader`], which never indexes out of range.
 //! Every number that sizes an allocation is first checked against a limit in [`limits`].
 //!
 //! # Example

@@ -49,8 +49,8 @@ pub const PAYLOAD_FACTOR: usize = 2;
 /// Longest legacy compressed page (`COMPRESS_PAGE`), in bytes: zlib's `compressBound(4096)`.
 pub const COMPRESSED_PAGE: usize = 4109;
 
-/// Maximum number of bytes of device sections that two relays send at once, with a checksum. A relay buffers this number,
-/// whatever the total: a minimal `pc` machine has 200 KB of state, one with displays or virtiofsd tens to hundreds of MiB.
+/// Maximum number of bytes of device sections that a relay sends to another at once, with a checksum. A relay buffers no more:
+/// a minimal `pc` machine has 200 KB of state, but one with displays or virtiofsd has tens to hundreds of MiB.
 pub const DEVICE_PART: usize = 256 << 10;
 
 /// Maximum length of a record of a `mapped-ram` file before its devices: a configuration with the maximum number of
@@ -63,5 +63,5 @@ pub const FILE_NAME: usize = 255;
 /// Longest text of a file server's refusal, in bytes.
 pub const FILE_TEXT: usize = 1000;
 
-/// Maximum number of bytes of a save file in one read. A server buffers this number for each of its connections.
+/// Maximum number of bytes of a save file in one read, and size of a server's buffer for each connection.
 pub const FILE_READ: usize = 1 << 20;

@@ -106,7 +106,7 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(bytes).map_err(|source| WireError::NotUtf8 { what, source })
     }
 
-    /// Ends the reading of `what`; leftover bytes are an error.
+    /// Checks that all bytes of `what` were read.
     pub fn finish(self, what: &'static str) -> Result<(), WireError> {
         match self.remaining() {
             0 => Ok(()),

@@ -1,7 +1,8 @@
 //! The return path: messages from the destination to the source, on the main channel's socket.
 //!
-//! A message is be16 type, be16 length, payload. Types 1 to 7 are QEMU's (`MIG_RP_MSG_*`). 0x4801 to 0x4804 are Hotlift's. They
-//! are only sent to another Hotlift, or to a peer whose migration must end: QEMU ends it at an unknown type.
+//! A message is be16 type, be16 length, payload. Types 1 to 7 are QEMU's (`MIG_RP_MSG_*`). Types 0x4801 to 0x4804 are
+//! Hotlift's. They are only sent to another Hotlift, or to a peer whose migration must fail: an unknown type ends a QEMU's
+//! migration.
 
 use crate::handshake::{Accepted, Features, VERSION};
 use crate::multifd::Method;
@@ -21,16 +22,16 @@ const HELLO: u16 = 0x4802;
 const LOAD: u16 = 0x4803;
 const DOING: u16 = 0x4804;
 
-/// Length of LOAD's payload: time, working time, and for each method pages and time; CRC-32 of all.
+/// Length of LOAD's payload: elapsed time, busy time, pages and time of each method, CRC-32 of all.
 const LOAD_LEN: usize = 16 + 16 * Method::ALL.len() + 4;
 
-/// Length of DOING's payload: its code and CRC-32. The checksum matters because the code decides if an operator is needed.
+/// Length of DOING's payload: the code of a [`GuestActivity`] and its CRC-32. The code decides if an operator must intervene.
 const DOING_LEN: usize = 5;
 
-/// Length of HELLO's payload: version, features, migration, CRC-32 of all. With a wrong migration id a source could not query
-/// it.
+/// Length of HELLO's payload: version, features, migration id, CRC-32 of all. With a damaged id a source could not query the
+/// migration's outcome.
 const HELLO_LEN: usize = 28;
-/// Length of its first field, which every version has.
+/// Length of HELLO's first field, which every version has.
 const HELLO_VERSION_LEN: usize = 4;
 
 /// One message of the return path.
@@ -62,7 +63,7 @@ pub enum ReturnMessage<'a> {
         /// RAM block.
         block: &'a str,
     },
-    /// Postcopy recovery: 1 if the destination continues.
+    /// Postcopy recovery: 1 if the destination is ready to continue.
     ResumeAck(u32),
     /// The destination is ready for the switchover (capability `switchover-ack`).
     SwitchoverAck,
@@ -75,7 +76,7 @@ pub enum ReturnMessage<'a> {
         /// The other fields, whose format is only known for a destination of [`VERSION`].
         accepted: Option<Accepted>,
     },
-    /// Hotlift: work of the destination's channel threads so far. Only sent to a source whose packets name their method.
+    /// Hotlift: work of the destination's channel threads so far. Only sent to a source whose packets each name their method.
     Load(Load),
     /// Hotlift: state of the guest at the destination. Sent before SHUT(0), only to a source that offers to accept it.
     GuestActivity(GuestActivity),
@@ -84,11 +85,11 @@ pub enum ReturnMessage<'a> {
 /// Work of a destination's channel threads since the migration began.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Load {
-    /// Time, summed over the threads, in ns.
+    /// Elapsed time, summed over the threads, in ns.
     pub elapsed: u64,
-    /// Part of it without waits for the source, in ns.
+    /// Part of `elapsed` in which the threads did not wait for the source, in ns.
     pub busy: u64,
-    /// Load for each method, in the order of [`Method::ALL`].
+    /// Cost of each method, in the order of [`Method::ALL`].
     pub methods: [MethodLoad; Method::ALL.len()],
 }
 
@@ -97,7 +98,7 @@ pub struct Load {
 pub struct MethodLoad {
     /// Pages with content.
     pub pages: u64,
-    /// CPU time for reading and decoding them, in ns.
+    /// CPU time for reading and decoding these pages, in ns.
     pub nanos: u64,
 }
 

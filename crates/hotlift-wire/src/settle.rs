@@ -1,11 +1,11 @@
 //! Messages of two Hotlifts on separate connections: they assign a connection to a migration, and settle where its guest is.
 //!
 //! ```text
-//! token     "HLTK"  token (16)                        opens a connection that a conversation announced, or, with the
-//!                                                     migration for a token, another connection of its postcopy
+//! token     "HLTK"  token (16)                        opens a connection that a conversation announced, or another
+//!                                                     connection of a postcopy, with the migration's id as its token
 //! question  "HLQU"  migration (16)  be32 CRC-32       source: where is the guest of this migration?
-//! answer    "HLAN"  migration (16)  outcome (4 bits), doing (4 bits above)  be32 CRC-32
-//! heard     "HLOK"  migration (16)                    source: answer received
+//! answer    "HLAN"  migration (16)  u8: activity << 4 | outcome  be32 CRC-32
+//! confirm   "HLOK"  migration (16)                    source: answer received
 //! ```
 //!
 //! A question uses a new connection to the address of the migration. The answer has a checksum, since it decides where the
@@ -66,9 +66,9 @@ pub enum GuestActivity {
     Unknown = 0,
     /// It runs.
     Runs = 1,
-    /// It does not run, as expected: for example, it was paused before, or has run there and has ended.
+    /// It does not run, and need not: for example, it was paused before, or has run there and has ended.
     Rests = 2,
-    /// It does not run, though it ran before.
+    /// It does not run, although it ran at the source.
     Stopped = 3,
 }
 

@@ -17,7 +17,7 @@ const SWITCHOVER_START: u16 = 11;
 /// A command of a precopy stream (`MIG_CMD_*`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Command {
-    /// The destination may send on this socket from now on.
+    /// From now on the destination may send on this socket.
     OpenReturnPath,
     /// The destination answers PONG with the same value.
     Ping(u32),

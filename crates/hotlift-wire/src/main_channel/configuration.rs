@@ -5,8 +5,9 @@
 //! subsection: 0x05  counted name  be32 version  fields
 //! ```
 //!
-//! The configuration has neither length nor footer; it ends before the first byte that is not 0x05. Machine types up to 2.3
-//! send none (QEMU's properties `send-configuration` and `send-section-footer`), and their sections have no footers.
+//! The configuration has neither length nor footer; it ends before the first byte that starts no subsection (0x05). Streams of
+//! machine types up to 2.3 have no configuration, and their sections no footers (QEMU's properties `send-configuration` and
+//! `send-section-footer`).
 
 use super::section::{CONFIGURATION, SUBSECTION};
 use crate::reader::{as_u64, put_counted_string};
@@ -15,7 +16,7 @@ use crate::{Reader, WireError, limits};
 /// The file header: `QEMU_VM_FILE_MAGIC` and `QEMU_VM_FILE_VERSION`.
 pub const FILE_HEADER: [u8; 8] = *b"QEVM\0\0\0\x03";
 
-/// Page bits of the only supported page size, 4 KiB. x86 never states them.
+/// Page bits of the only supported page size, 4 KiB. Streams of x86 machines do not contain them.
 pub const MACHINE_PAGE_BITS: u32 = 12;
 
 /// The only capability that changes the decoding here: the RAM block list has addresses.
@@ -28,7 +29,7 @@ const PAGE_BITS: &str = "configuration/target-page-bits";
 const CAPABILITIES: &str = "configuration/capabilities";
 const UUID: &str = "configuration/uuid";
 
-/// Description of the source's machine, which the destination compares.
+/// Description of the source's machine, which the destination compares with its own.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Configuration {
     /// Machine name, e.g. `pc-i440fx-7.2`, up to [`limits::MACHINE_NAME`] bytes; empty in a stream without configuration (see

@@ -217,8 +217,8 @@ impl MainDecoder {
         }
     }
 
-    // The whole record is read before `self` changes, so that an incomplete record has no effect. Only the position of the
-    // search is kept.
+    // The whole record is read before `self` changes, so that an incomplete record has no effect. Only `searched` changes
+    // before.
     fn read<'a>(&mut self, reader: &mut Reader<'a>) -> Parsed<'a> {
         match self.state {
             State::FileHeader => {
@@ -338,7 +338,7 @@ impl MainDecoder {
                     page_sizes: Some((host, _)),
                 }) = event
                 {
-                    // QEMU never writes the page size of the main channel.
+                    // QEMU writes the page size of a block only if it exceeds that of the main channel.
                     self.fields.page_sizes = host & !(2 * as_u64(PAGE_SIZE) - 1);
                 }
                 Ok((event, State::Between))

@@ -1,7 +1,8 @@
 //! The VM description: the JSON text after EOF with the length of each device's payload.
 //!
-//! A device's payload length is the sum over its fields of size × array length. Each subsection adds its own sum, the length of
-//! its name, and 2 + 4. The size of a field covers nested structs. This matches every FULL section of the recorded streams.
+//! A device's payload length is the sum over its fields of size × array length. The size of a field includes nested structs.
+//! Each subsection adds its own sum, the length of its name, and 6 bytes of header. The recorded streams in the tests confirm
+//! this.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,18 +15,18 @@ use super::section::{EOF, VM_DESCRIPTION};
 use crate::reader::as_u64;
 use crate::{Reader, WireError, limits};
 
-/// XOR value of a device's length in its second copy: "HLDL". Its bytes are all different, so copies read at a position shifted
-/// by one byte do not match either; with a complement, small lengths would match.
+/// "HLDL", with which the second copy of a device's length is XORed. Different adjacent bytes reveal copies that are read one
+/// byte too early or too late; a complement would not, for small lengths.
 pub(super) const LENGTH_CHECK: u32 = 0x484c_444c;
 
-/// Source of the lengths of device payloads; the stream itself has none.
+/// Source of the lengths of device payloads: a QEMU's stream has none.
 #[derive(Debug, Clone)]
 pub enum DeviceLengths {
-    /// Every payload is a be32 length, the same XORed with "HLDL", and that number of bytes, as
-    /// [`MainEncoder`](super::MainEncoder) writes them. So a damaged length is an immediate error. Otherwise the receiver would
-    /// wait, with the guest stopped, for bytes that never arrive.
+    /// Every payload follows a be32 length and the same length XORed with "HLDL", as [`MainEncoder`](super::MainEncoder) writes
+    /// them. So a damaged length is an immediate error. With one copy the receiver would wait, with the guest stopped, for
+    /// bytes that never arrive.
     LengthPrefixed,
-    /// Lengths from the description of this stream, which was recorded before.
+    /// Lengths from the description at the end of this stream, which was recorded before.
     Description(VmDescription),
 }
 
@@ -54,8 +55,8 @@ impl VmDescription {
 
     /// Finds the JSON text at the end of a recorded stream, if there is one.
     ///
-    /// The search starts at the end, since the sections before it cannot be read without the text. The text starts after EOF,
-    /// the record's type and a length that reaches exactly to the end.
+    /// The search starts at the end of the stream, since the device sections cannot be read without the text. Before the text
+    /// are EOF, the record's type, and a length that reaches exactly to the end.
     pub fn find(recorded: &[u8]) -> Option<&[u8]> {
         const HEAD: usize = 6;
         let furthest = recorded.len().saturating_sub(HEAD + limits::VM_DESCRIPTION);
@@ -91,8 +92,8 @@ impl VmDescription {
     }
 }
 
-// The text comes from a peer: only names and sums are kept, computed during parsing. So a text full of empty objects cannot
-// grow into many times its own size.
+// The text comes from a peer, so only names and sums are kept, which are computed during parsing. Otherwise a text full of
+// empty objects would need many times its own size in memory.
 
 #[derive(Deserialize)]
 struct Top {

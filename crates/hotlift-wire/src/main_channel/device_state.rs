@@ -1,17 +1,17 @@
 //! The records after the END section of `ram`: devices, EOF, VM description.
 //!
-//! QEMU's device payloads have no length, so the data after RAM cannot be split while it arrives. Its end can be recognised:
-//! EOF, then a VM description whose length reaches to the last received byte ([`EofSearch`]). Two Hotlifts that relay such a
-//! stream send the device sections in parts, each in QEMU's command PACKAGED, which has a length, with a checksum
-//! ([`next_device_state`]):
+//! QEMU's device payloads have no length, so the data after RAM cannot be split into sections while it arrives. But its end can
+//! be recognised: EOF, then a VM description whose length reaches to the last received byte ([`EofSearch`]). So one relay sends
+//! the device sections to another in parts of any content. Each part is the payload of QEMU's command PACKAGED, which has a
+//! length, and has a checksum ([`next_device_state`]):
 //!
 //! ```text
 //! QEMU:     FULL...  EOF  VM description
 //! Hotlift:  PACKAGED { part of FULL...  be32 CRC } ...  PING  EOF  VM description
 //! ```
 //!
-//! The CRC-32 covers every earlier byte of the main channel. A part is forwarded only after the check: a section type damaged
-//! to EOF would let a QEMU run a guest that its source still has.
+//! The CRC-32 covers every earlier byte of the main channel. A part is forwarded only after the check: a damaged byte that
+//! looks like EOF would let a QEMU run a guest that its source still has.
 
 use std::cmp::Ordering;
 
@@ -133,21 +133,20 @@ pub fn put_device_part_head(length: usize, out: &mut Vec<u8>) -> Result<(), Wire
     put_packaged_head((length + CRC_LEN) as u64, out)
 }
 
-/// EOF and an empty description, in place of a missing one. The description is unused, but QEMU reads it to its end before it
-/// runs the guest.
+/// EOF and an empty description, for a stream without one. QEMU does not use the description, but reads it before it runs the
+/// guest.
 pub const EOF_WITHOUT_DESCRIPTION: [u8; 8] = [EOF, VM_DESCRIPTION, 0, 0, 0, 2, b'{', b'}'];
 
 /// Finds EOF in a QEMU's device state while it arrives, so that the bytes before it can be forwarded.
 ///
-/// The input consists of the received bytes that were not forwarded yet. A byte can be EOF as long as a VM description may
-/// follow: the bytes after it start one, or one that ends with the input. A description is JSON text, in which QEMU escapes
-/// control characters, so a few bytes distinguish it from binary device state. The caller limits the length of a held
-/// description.
+/// The input consists of the received bytes that were not forwarded yet. A byte may be EOF while the bytes after it may be the
+/// start of a VM description, or a whole one that ends with the input. A description is JSON text, in which QEMU escapes
+/// control characters, so a few bytes distinguish it from binary device state. The caller must limit the bytes that wait here.
 #[derive(Debug, Default)]
 pub struct EofSearch {
-    /// Number of input bytes before EOF.
+    /// Number of input bytes before the first byte that may be EOF.
     before: usize,
-    /// Number of checked text bytes after them.
+    /// Number of checked bytes of the description's text after it.
     checked: usize,
 }
 
@@ -177,7 +176,7 @@ impl EofSearch {
         self.before
     }
 
-    /// Records that the first `length` bytes of the input were forwarded, at most [`EofSearch::before`].
+    /// Records that the first `length` bytes of the input were forwarded; at most [`EofSearch::before`].
     pub fn passed_on(&mut self, length: usize) {
         self.before -= length;
     }
@@ -210,7 +209,7 @@ impl EofSearch {
 
 /// Data after a byte that may be EOF.
 enum Description {
-    /// Something else.
+    /// Not a description.
     None,
     /// The beginning of a description, or no data yet.
     Part,

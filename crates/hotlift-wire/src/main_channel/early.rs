@@ -7,13 +7,13 @@
 //! QEMU 10.0 writes them between START of `ram` and the first PART, QEMU 11.1 before START. The stream has no payload length.
 //! There are two ways to find the end:
 //!
-//! - **By its layout**, which determines the length. QEMU's only early device is virtio-mem ([`PluggableMemory`]). It has the
-//!   plugged bytes twice, as a number and as a bitmap; in another layout these do not match.
+//! - **By its layout**, which determines the length. QEMU's only early device is virtio-mem ([`PluggableMemory`]). Its payload
+//! has the plugged bytes twice, as a number and as a bitmap; in another layout these would not match.
 //! - **By a search**: the end is the first position with this section's own footer, followed by a valid head. The true end is
-//!   such a position, so the result is never too long. It is too short only if the payload itself has those bytes: 5 of the
-//!   footer with its id, and type, id and name, or type and number, of the next section. Chance does not produce them, but a
-//!   guest that controls a device's state can. So a searched length counts only once the VM description at the end of the
-//!   stream confirms it ([`EarlyLengths::check`]). Until then the source keeps the guest.
+//! such a position, so the result is never too long. It is too short only if the payload itself contains a footer with this id,
+//! followed by a valid head. Chance does not produce these bytes, but a guest that controls a device's state can. So a searched
+//! length counts only once the VM description at the end of the stream confirms it ([`EarlyLengths::check`]). Until then the
+//! source keeps the guest.
 
 use super::command::Command;
 use super::description::VmDescription;
@@ -64,7 +64,7 @@ pub struct PluggableMemory {
 }
 
 impl PluggableMemory {
-    /// Reads the payload of a section with this header; `None` without reading if it has another layout.
+    /// Reads the payload of a section with this header. Returns `None`, and reads nothing, if its layout is unknown.
     fn read(
         header: &SectionHeader<'_>,
         reader: &mut Reader<'_>,
@@ -159,7 +159,7 @@ pub(super) fn read<'a>(
     Ok((section, header))
 }
 
-/// Checks the total length of a stream's early sections: a writer of files keeps them in memory.
+/// Checks the total length of a stream's early sections, which a save keeps in memory.
 pub(super) fn check_all(length: usize) -> Result<(), WireError> {
     if length <= limits::MAIN_RECORD {
         return Ok(());
@@ -171,7 +171,7 @@ pub(super) fn check_all(length: usize) -> Result<(), WireError> {
     })
 }
 
-/// Returns the length of a payload whose layout is unknown.
+/// Searches for the end of a payload whose layout is unknown; returns the payload's length.
 fn search(
     header: &SectionHeader<'_>,
     mut payload: Reader<'_>,
@@ -184,7 +184,7 @@ fn search(
     let from = (*searched).min(bytes.len());
     let places = bytes[from..].windows(FOOTER_LEN).enumerate();
     for (at, _) in places.filter(|(_, window)| *window == footer) {
-        // The next bytes may be incomplete: the search continues here.
+        // The bytes after the footer may be incomplete: the next search continues here.
         *searched = from + at;
         if may_follow(
             Reader::new(&bytes[*searched + FOOTER_LEN..]),
@@ -216,7 +216,7 @@ pub(super) struct Ids<'a> {
     pub(super) is_taken: &'a dyn Fn(u32) -> bool,
 }
 
-/// Returns true if a valid head follows the footer of section `own`, before the end of RAM.
+/// Returns true if `reader` starts with a head that may follow the footer of section `own` before the end of RAM.
 fn may_follow(mut reader: Reader<'_>, own: u32, ids: Ids<'_>) -> Result<bool, WireError> {
     let follows = match reader.u8("section type")? {
         section::PART | section::END => {

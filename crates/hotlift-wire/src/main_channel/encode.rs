@@ -11,7 +11,7 @@ use crate::block::RamBlockEntry;
 use crate::reader::as_u64;
 use crate::{PAGE_SIZE, WireError, limits};
 
-/// Default section id of `ram`; devices have the following ids. Receivers only use ids to match sections.
+/// Default section id of `ram`; devices have the ids after it. Receivers only use ids to match sections.
 const RAM_ID: u32 = 0;
 
 /// Bytes before a device's payload: its length, twice.
@@ -177,8 +177,7 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Writes the head of a page's record, in an open `ram` section. The page's 4096 bytes must follow on the wire, from any
-    /// source.
+    /// Writes the head of a page's record, in an open `ram` section. The caller must send the page's 4096 bytes after it.
     pub fn normal_page_head(
         &mut self,
         block: usize,
@@ -314,7 +313,7 @@ impl MainEncoder {
             .ok()
             .filter(|_| got <= limit)
             .ok_or(over("length of a device payload", limit, got))?;
-        // `ram` also has a section.
+        // The section of `ram` counts, too.
         let number = self.devices.len() + 1;
         let id = u32::try_from(number)
             .ok()
@@ -350,7 +349,7 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Ends the package: sections of `ram` continue.
+    /// Ends the package; further sections of `ram` may follow.
     pub fn end_package(&mut self) -> Result<(), WireError> {
         self.require(&[State::Packaged], "the end of a package", "its beginning")?;
         self.state = State::Live;

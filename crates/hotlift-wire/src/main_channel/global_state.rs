@@ -1,4 +1,4 @@
-//! The run state that a QEMU's guest had at the switchover: the device `globalstate`.
+//! Run state of a QEMU's guest at the switchover, in the section of the device `globalstate`.
 //!
 //! ```text
 //! FULL  be32 id  "globalstate"  be32 instance 0  be32 version 1 | be32 size  state, zero padded (100) | 0x7e  be32 id
@@ -21,10 +21,11 @@ const STATE: usize = 100;
 /// Bytes of the whole section, including the size of the state and the footer.
 const SECTION: usize = TYPE_AND_ID + HEAD.len() + 4 + STATE + 5;
 
-/// Finds QEMU's name of the run state (`RunState`) in device sections. A machine without it (types up to 2.3) runs its guest.
+/// Finds QEMU's name of the run state (`RunState`) in device sections. Without the section (machine types up to 2.3) the guest
+/// runs.
 ///
-/// Device sections have no length. Another device with the same bytes is mistaken for it, so a wrong result must not harm a
-/// guest.
+/// Device sections have no length, so the bytes are searched. A device that contains the same bytes is mistaken for the
+/// section: a wrong result must not harm a guest.
 fn run_state(sections: &[u8]) -> Option<&str> {
     let mut from = 0;
     while let Some(found) = memmem::find(sections.get(from..)?, HEAD) {
@@ -41,7 +42,7 @@ fn run_state(sections: &[u8]) -> Option<&str> {
 /// Finds the run state in device sections that arrive in parts.
 #[derive(Debug, Default)]
 pub struct RunStateSearch {
-    /// The last received bytes: a section may begin there.
+    /// The last received bytes, in which an incomplete section may begin.
     last: Vec<u8>,
 }
 

@@ -360,7 +360,7 @@ fn check_configuration(configuration: &Configuration) -> Result<(), WireError> {
         u64::from(MACHINE_PAGE_BITS),
         u64::from(bits),
     )?;
-    // QEMU 10.0 writes the two capabilities together in an order that it cannot read.
+    // With both capabilities, QEMU 10.0 writes a file that it cannot read.
     match configuration.capabilities.as_slice() {
         [name] if name == MAPPED_RAM => Ok(()),
         [] => Err(WireError::Unsupported {

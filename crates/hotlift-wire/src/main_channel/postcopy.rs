@@ -22,11 +22,11 @@ pub enum PostcopyCommand<'a> {
     Discard {
         /// Index into the list of RAM blocks.
         block: usize,
-        /// Page-aligned, and inside the block.
+        /// Page-aligned ranges inside the block.
         ranges: Ranges<'a>,
     },
-    /// This number of bytes follows, to be received completely before the first is parsed: commands and device sections. The
-    /// same decoder reads them, or the caller skips them.
+    /// A package of this number of bytes follows: commands and device sections, which must be received completely before the
+    /// first is parsed. The same decoder reads them, or the caller skips them.
     Packaged(u32),
     /// From now on pages are sent on request.
     Listen,
@@ -79,7 +79,7 @@ impl<'a> PostcopyCommand<'a> {
         let length = usize::from(ahead.be16(LENGTH)?);
         let mut payload = Reader::new(ahead.take(length, "postcopy command")?);
         let whole = |error| match error {
-            // The payload is complete; more bytes would not belong to it.
+            // The payload is complete: more input would not help.
             WireError::Truncated { needed, .. } => WireError::Mismatch {
                 what: LENGTH,
                 expected: (length + needed) as u64,
@@ -194,7 +194,7 @@ impl PreemptDecoder {
     /// Reads the record at the start of `input`; returns it with its length in bytes.
     ///
     /// # Errors
-    /// [`WireError::Truncated`] while it is incomplete, and every other [`WireError`] permanently.
+    /// [`WireError::Truncated`] while the record is incomplete; any other error is final.
     pub fn next<'a>(&mut self, input: &'a [u8]) -> Result<(PreemptRecord<'a>, usize), WireError> {
         let mut reader = Reader::new(input);
         let unsupported = |what| Err(WireError::Unsupported { what });
@@ -223,7 +223,7 @@ impl PreemptDecoder {
     }
 }
 
-/// Returns a record of a preempt channel: the page of RAM block `block` at byte `offset`; zero without content.
+/// Appends a record of a preempt channel: the page of RAM block `block` at byte `offset`; a zero page without `content`.
 ///
 /// # Errors
 /// A block name that is not 1 to 255 bytes.
@@ -275,7 +275,7 @@ pub fn put_discard(
     put_discards(block, &[(start, length)], out)
 }
 
-/// Does the same for many ranges, each a start and a length.
+/// Does the same as [`put_discard`] for many ranges, each a start and a length.
 ///
 /// # Errors
 /// A block name that is not 1 to 255 bytes.
@@ -315,7 +315,7 @@ pub fn put_package_end(value: u32, out: &mut Vec<u8>) {
 }
 
 /// Value of the PING before RUN with which QEMU 10.2 and newer asks if the devices are loaded (`QEMU_VM_PING_PACKAGED_LOADED`).
-/// Until the answer the source is in state `postcopy-device`, in which it runs its guest again if the connection ends.
+/// Until the answer the source is in state `postcopy-device`, and continues its guest if the connection ends.
 pub const DEVICES_LOADED: u32 = 0x42;
 
 /// Bytes at the end of a package that [`asks_for_loaded_devices`] examines: PING and RUN.
@@ -353,8 +353,8 @@ pub fn bitmap_len(pages: usize) -> usize {
     pages.div_ceil(64) * 8
 }
 
-/// Appends the data after the message with the bitmap of a RAM block of `pages` pages. `received` returns the received pages in
-/// words of 64 pages.
+/// Appends the data after a RECV_BITMAP message about a RAM block of `pages` pages. `received` returns the n-th word of 64
+/// bits, one for each page, set if the page was received.
 pub fn put_bitmap(pages: usize, received: impl Fn(usize) -> u64, out: &mut Vec<u8>) {
     let length = bitmap_len(pages);
     out.extend_from_slice(&(length as u64).to_be_bytes());
@@ -364,7 +364,8 @@ pub fn put_bitmap(pages: usize, received: impl Fn(usize) -> u64, out: &mut Vec<u
     out.extend_from_slice(&BITMAP_ENDS.to_be_bytes());
 }
 
-/// Reads the data after the message with the bitmap of a RAM block of `pages` pages: a bit for each page, the lowest first.
+/// Reads the data after a RECV_BITMAP message about a RAM block of `pages` pages. Returns a bit for each page, the lowest
+/// first.
 ///
 /// # Errors
 /// [`WireError::Mismatch`] for a bitmap of another length, or without its end.

@@ -51,7 +51,7 @@ pub(super) enum RamRecord<'a> {
     Eos,
 }
 
-/// Fields after the length of each block in the list.
+/// Fields that follow the length of each block in the list.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct BlockFields {
     /// ORed page sizes that a block may have. QEMU writes a block's size only if it is not the page size of the main channel
@@ -71,7 +71,7 @@ pub(super) fn read_block_list(
         let what = "huge pages together with capability x-ignore-shared";
         return Err(WireError::Unsupported { what });
     }
-    // The list is read twice, so that a list that arrives slowly is not copied at every attempt.
+    // The first pass copies nothing, since it is repeated for each part of a list that arrives slowly.
     let mut names = reader.clone();
     walk_block_list(&mut names, fields, |_| Ok(()))?;
 
@@ -161,8 +161,9 @@ fn walk_block_list<'a>(
     Ok(())
 }
 
-/// Reads the page size of a block, which is present if it is in `sizes`. Otherwise the next block's name follows, whose length
-/// is not zero, or a record, whose flags are below all page sizes.
+/// Reads the page size of a block, if the next be64 is one of `sizes`; otherwise returns [`PAGE_SIZE`] and reads nothing. The
+/// other data that may follow cannot be mistaken for one: the next block's name begins with a length above zero, and a record
+/// has flags, which are below all page sizes.
 fn read_page_size(reader: &mut Reader<'_>, sizes: u64) -> Result<u64, WireError> {
     let size = match sizes {
         0 => 0,
@@ -225,7 +226,7 @@ impl RamRecords {
         }
     }
 
-    /// Makes the next record name its block.
+    /// Forgets the last named block: the next record must name its own.
     pub(super) fn forget_current(&mut self) {
         self.current = None;
     }

@@ -24,8 +24,8 @@ const HELLO_MAGIC: [u8; 4] = *b"HLFT";
 pub struct InitialPacket {
     /// The VM's UUID, all zero if it has none; the receiver must refuse a different one.
     pub uuid: [u8; 16],
-    /// Channel number. QEMU's receiver accepts numbers up to its channel count, one too many; a receiver here must require less
-    /// than the count, and no repeated number.
+    /// Channel number, from 0. A receiver must refuse repeated numbers, and numbers from the channel count on. QEMU accepts the
+    /// count itself.
     pub id: u8,
     /// Present if the sender is a Hotlift; QEMU sends and ignores zero bytes.
     pub hello: Option<Hello>,
@@ -41,7 +41,7 @@ pub struct Hello {
     pub method: Option<Method>,
     /// Size of the packets.
     pub layout: PacketLayout,
-    /// Location of the zero page detection.
+    /// Place of the zero page detection.
     pub zero_page_detection: ZeroPageDetection,
 }
 

@@ -5,8 +5,8 @@
 //! channel: initial packet (64) | header (1344) payload | header (1344) payload | ... | close
 //! ```
 //!
-//! There is no end record: a channel closes between packets. A packet with SYNC is a barrier; the receiver reads no further
-//! until all channels have delivered their SYNC and the main channel its flush.
+//! There is no end record: a channel closes between packets. A packet with SYNC is a barrier: the receiver reads no further
+//! until SYNC has arrived on all channels, and the flush on the main channel.
 
 mod initial;
 mod packet;
@@ -43,7 +43,7 @@ pub enum Method {
     Uadk = 0x10,
     /// gzip members with QAT's extra field.
     Qatzip = 0x20,
-    /// One LZ4 block for each packet, between two Hotlifts. QEMU defines bits up to 0x40, and refuses the others.
+    /// One LZ4 block for each packet, only between two Hotlifts. QEMU defines bits up to 0x40, and refuses others.
     Lz4 = 0x80,
 }
 

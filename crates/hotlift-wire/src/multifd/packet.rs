@@ -32,8 +32,8 @@ pub(super) const OFFSETS: usize = NAME + NAME_LEN;
 
 const CHECK_MAGIC: [u8; 4] = *b"HLCK";
 
-/// Returns the method of the first packet with pages in `bytes`, the start of a QEMU's channel after its opening; `None` if
-/// there is no such packet yet.
+/// Returns the method of the first packet with pages in `bytes`, which start after the initial packet of a QEMU's channel;
+/// `None` if there is no such packet yet.
 #[must_use]
 pub fn first_method(bytes: &[u8]) -> Option<Method> {
     let mut rest = bytes;
@@ -56,7 +56,7 @@ pub fn first_method(bytes: &[u8]) -> Option<Method> {
 pub struct PacketFields<'a> {
     /// True if the packet is a barrier. QEMU 9.0 and later sends no pages with it.
     pub sync: bool,
-    /// Counter over all channels; informational: receivers only record it.
+    /// Counter over all channels. Receivers use it only in messages.
     pub packet_num: u64,
     /// RAM block of the pages; empty only without pages.
     pub block: &'a str,
@@ -178,8 +178,8 @@ pub struct PacketRules {
     pub layout: PacketLayout,
     /// The method of packets with pages; `None` accepts any known method.
     pub method: Option<Method>,
-    /// Rejects headers without Hotlift's checksum: set once the peer has sent [`Hello`](super::Hello). An existing checksum is
-    /// always verified.
+    /// True if headers must have Hotlift's checksum, which is so once the peer has sent a [`Hello`](super::Hello). A checksum
+    /// that is present is always verified.
     pub checksum_required: bool,
 }
 
@@ -214,8 +214,8 @@ impl PacketHeader {
     /// Reads the header in `bytes`, which are [`PacketLayout::header_len`] long, and replaces the previous one. After an error
     /// the content is unspecified.
     ///
-    /// Headers of QEMU before 9.0 without pages keep block name, offsets and `next_packet_size` of earlier packets; those
-    /// fields are then ignored. With Hotlift's checksum a length without pages is an error.
+    /// Before 9.0, QEMU's headers without pages contain the block name, offsets and `next_packet_size` of earlier packets;
+    /// these fields are then ignored. With Hotlift's checksum a payload length without pages is an error.
     pub fn decode(
         &mut self,
         bytes: &[u8],
@@ -278,7 +278,7 @@ impl PacketHeader {
         self.method
     }
 
-    /// Returns the sender's counter; gaps, repeats and reordering occur, so it only serves messages.
+    /// Returns the sender's counter, for messages only: gaps, repeats and reordering occur.
     pub fn packet_num(&self) -> u64 {
         self.packet_num
     }
@@ -346,8 +346,8 @@ fn read_checksum(header: &[u8], required: bool) -> Result<Option<u32>, WireError
     Ok(Some(payload))
 }
 
-/// Reads the packet's method. Packets without pages have arbitrary method bits: QEMU 7.2 sends empty packets with flags 0 under
-/// zlib.
+/// Reads the packet's method. Method bits of packets without pages are not checked: with zlib QEMU 7.2 sends empty packets
+/// without them.
 fn read_method(flags: u32, pages: usize, demanded: Option<Method>) -> Result<Method, WireError> {
     if flags & FLAG_DEVICE_STATE != 0 {
         return Err(WireError::Unsupported {
