@@ -1,4 +1,4 @@
-//! The protocol: greeting, commands with ids, events.
+//! The protocol of a client: greeting, commands with ids, events.
 
 use std::collections::VecDeque;
 use std::io;
@@ -21,12 +21,12 @@ use crate::lines::{Line, Lines, Socket};
 /// limit (`MAX_TOKEN_SIZE` of its JSON parser) is 64 MiB.
 pub const MAX_LINE: usize = 4 << 20;
 
-/// Maximum number of queued events; beyond it the oldest are dropped. Events only trigger queries (`query-status`,
-/// `query-migrate`), so a dropped one is not missed.
+/// Maximum number of queued events; beyond it the oldest are dropped. Queued events only trigger queries (`query-status`,
+/// `query-migrate`), so a dropped event loses no information.
 pub const MAX_QUEUED_EVENTS: usize = 1024;
 
 /// Number of commands sent before the first answer is read. QEMU queues 8 (`QMP_REQ_QUEUE_LEN_MAX`) and leaves the rest in the
-/// socket, whose buffers hold this number of requests and answers.
+/// socket, whose buffers have space for these requests and their answers.
 const AT_ONCE: usize = 64;
 
 /// Interval between connection attempts.
@@ -72,8 +72,8 @@ enum Message {
 }
 
 impl Client {
-    /// Connects and reads the greeting. Retries until `timeout` if the socket does not exist or refuses: only a starting QEMU
-    /// is waited for.
+    /// Connects and reads the greeting. If the socket does not exist or does not accept, retries until `timeout`: QEMU may be
+    /// starting. Other errors are returned at once.
     ///
     /// # Errors
     /// [`QmpError::Connect`], and [`QmpError::Timeout`] if no greeting comes (another client is connected, or QEMU hangs).
@@ -81,7 +81,7 @@ impl Client {
         Self::connect_with_notice(address, timeout, |_| ())
     }
 
-    /// Does the same. `waits` is called once with the reason why the socket is not available yet, before the retries.
+    /// Does the same as [`Client::connect`]. Calls `waits` once before the first retry, with the error of the first attempt.
     ///
     /// # Errors
     /// As [`Client::connect`].
@@ -126,7 +126,7 @@ impl Client {
                     client.greeting = greeting;
                     break;
                 }
-                // QEMU 10.0 sends an event first to a client that connects while QEMU starts.
+                // A QEMU 10.0 that is starting may send an event before the greeting.
                 Message::Event(event) => client.queue(event),
                 Message::Return(..) | Message::Error(..) => {
                     return Err(protocol("greeting", "an answer without a request"));
@@ -164,8 +164,8 @@ impl Client {
         self.answer(command, id, deadline)
     }
 
-    /// Executes a command once with each of these arguments, and pipelines a fixed number of them. Returns the answers in
-    /// order; `None` where QEMU refuses.
+    /// Executes a command once with each of these arguments; sends several commands before it reads their answers. Returns the
+    /// answers in order; `None` where QEMU refuses.
     ///
     /// # Errors
     /// If the connection fails.
@@ -279,8 +279,8 @@ impl Client {
         }
     }
 
-    /// Waits until an event has arrived since the latest answer, one of `others` is readable, or `deadline` is over. The event
-    /// stays in the queue. A closed connection delivers none.
+    /// Waits until QEMU sends something, one of `others` is readable, or `deadline` is over. Events stay in the queue. A closed
+    /// connection ends no wait.
     pub fn wait_for_event(&mut self, others: &[BorrowedFd<'_>], deadline: Instant) {
         let own = (!self.is_closed).then(|| self.lines.connection().as_fd());
         let fds: Vec<_> = own.into_iter().chain(others.iter().copied()).collect();
@@ -291,23 +291,25 @@ impl Client {
         }
     }
 
-    /// Returns the guest's events, up to the last that has arrived.
+    /// Returns the summary of all guest events that have arrived.
     pub fn guest_events(&mut self) -> &GuestEvents {
-        // A connection that breaks during a write may have delivered events before.
+        // An error does not invalidate the events before it.
         let _ = self.take_events();
         &self.guest
     }
 
-    /// Returns true if events have reported since the connection that the guest runs, or has run.
+    /// Returns true if an event has reported since the connection began that the guest runs, or has run.
     ///
     /// # Errors
-    /// If an event may be lost: QEMU sends an invalid message, or the connection breaks other than by its end.
+    /// If an event may be lost: QEMU sent an invalid message, or the connection broke. A connection that QEMU closed is no
+    /// error.
     pub fn has_run(&mut self) -> Result<bool, QmpError> {
         self.take_events()?;
         Ok(self.guest.has_run)
     }
 
-    /// Processes the events that have arrived. The end of the connection is no error; an endless flood is.
+    /// Processes the events that have arrived. The end of the connection is no error; more than [`MAX_QUEUED_EVENTS`] messages
+    /// are.
     fn take_events(&mut self) -> Result<(), QmpError> {
         for _ in 0..MAX_QUEUED_EVENTS {
             match self.message("events", Instant::now(), Duration::ZERO) {
@@ -335,7 +337,7 @@ impl Client {
         self.is_closed
     }
 
-    /// Returns the process that listens on the other end of a UNIX socket; `None` over TCP, or without the kernel's report.
+    /// Returns the id of the process that listens on a UNIX socket; `None` over TCP, or if the kernel does not report it.
     #[must_use]
     pub fn peer(&self) -> Option<u32> {
         let Socket::Unix(stream) = self.lines.connection() else {
@@ -403,7 +405,7 @@ fn open(address: &QmpAddress, deadline: Instant) -> io::Result<Socket> {
                         stream.set_nodelay(true)?;
                         return Ok(Socket::Tcp(stream));
                     }
-                    // The error names the address only if a host name was resolved to it.
+                    // The caller's error has the address, unless a host name was resolved to it.
                     Err(error) if host_and_port.parse::<SocketAddr>().is_ok() => failed = error,
                     Err(error) => {
                         failed = io::Error::new(error.kind(), format!("{address}: {error}"))

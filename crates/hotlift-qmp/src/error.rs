@@ -65,7 +65,7 @@ pub enum QmpError {
         /// QEMU's description.
         desc: String,
     },
-    /// The answer to a command lacks a required value.
+    /// The answer to a command lacks a required value, or has one of another type.
     #[error("cannot parse the answer to {command}")]
     Answer {
         /// The command.
@@ -74,7 +74,7 @@ pub enum QmpError {
         #[source]
         source: serde_json::Error,
     },
-    /// A capability must be enabled that this QEMU does not know.
+    /// A capability that must be enabled is unknown to this QEMU.
     #[error("QEMU {version} has no migration capability '{name}'")]
     NoCapability {
         /// The capability.
@@ -95,7 +95,7 @@ impl QmpError {
     }
 }
 
-/// Longest piece of QEMU's text in a message, in characters.
+/// Longest quoted text of a peer, in characters.
 const MAX_WORDS: usize = 1000;
 
 /// Makes a peer's text safe to show: without control characters, in one line, with limited length.

@@ -18,7 +18,7 @@ const MAX_LINE: usize = 64 << 10;
 /// Byte that resets the agent's parser, and drops an earlier client's partial input (QEMU's `guest-sync-delimited`).
 const RESET: u8 = 0xff;
 
-/// Reason why an agent did not set the clock. The agent's text is shown without control characters.
+/// Reason why the guest's clock was not set. Texts of the agent have no control characters.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GuestAgentError {
@@ -77,7 +77,7 @@ pub enum GuestAgentError {
 /// is read once the agent has answered. The total timeout is `timeout`.
 ///
 /// # Errors
-/// [`GuestAgentError`]; the clock is unchanged, unless only the answer to the last command is missing.
+/// [`GuestAgentError`]. The clock is unchanged, unless the agent has received the last command and its answer is missing.
 pub fn set_guest_time(
     path: &Path,
     clock: impl FnOnce() -> Duration,
@@ -95,7 +95,7 @@ pub fn set_guest_time(
     };
     let id = u64::from(std::process::id());
     agent.send(&[RESET], "guest-sync", &json!({ "id": id }))?;
-    // Answers to an earlier client come first, and an error for the dropped input.
+    // Answers to an earlier client may come first, and an error about its partial input.
     while agent.receive("guest-sync")? != Ok(id.into()) {}
     let nanoseconds = u64::try_from(clock().as_nanos()).unwrap_or(u64::MAX);
     agent.send(&[], "guest-set-time", &json!({ "time": nanoseconds }))?;

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::error::one_line;
 
-/// Summary of all guest events of one connection. Unlike the queue of events it loses nothing.
+/// Summary of all guest events of one connection. It includes events that were dropped from the queue.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GuestEvents {
     /// The vCPUs were started (`RESUME`): QEMU sends it before the first instruction.
@@ -40,12 +40,12 @@ impl GuestEvents {
         }
     }
 
-    /// Returns true if the guest itself has ended: it powered off, panicked, or was reset under `-no-reboot`. Returns false if
-    /// another program has ended its machine, or it still exists.
+    /// Returns true if the guest has ended by itself: it powered off, panicked, or reset itself under `-no-reboot`. Returns
+    /// false if another program has ended its machine, or if the guest has not ended.
     #[must_use]
     pub fn has_ended_itself(&self) -> bool {
         match &self.shutdown {
-            // The host's causes in QEMU are `host-…`, all others have different names.
+            // QEMU's names of causes begin with `guest-` or `host-`.
             Some(reason) => reason.starts_with("guest-"),
             None => self.has_panicked,
         }

@@ -2,7 +2,7 @@
 //!
 //! A page of any site can make a browser of this host send an HTTP request to a local port, with an arbitrary body
 //! (`Content-Type: text/plain` needs no permission). A monitor that skips invalid lines would reach that body and execute it.
-//! No monitor client sends a first word like HTTP's, so such a word ends a connection.
+//! No client of a monitor begins a line with a word of HTTP, so such a word ends the connection.
 
 /// Methods that start a request: those of RFC 9110, PATCH, and the preface of HTTP/2.
 const METHODS: [&[u8]; 10] = [

@@ -10,7 +10,7 @@ use crate::objects::{PERIPHERALS, Plugged};
 use crate::qemu::{Qemu, optional_answer};
 use crate::qtree::{self, MachineDevice};
 
-/// Boolean CPU properties that are not flags, or that only some releases of QEMU show for the same CPU of a machine type (found
+/// Boolean CPU properties that are not flags, or that differ between releases of QEMU for the same CPU of a machine type (found
 /// with 7.2, 10.0 and 11.1).
 const NOT_FLAGS: [&str; 10] = [
     "check",
@@ -25,8 +25,8 @@ const NOT_FLAGS: [&str; 10] = [
     "start-powered-off",
 ];
 
-/// Flags in no CPUID register of `feature-words`, in addition to [`is_beside_cpuid`] (found with QEMU 7.2 and 10.0; newer ones
-/// list the values of all flags at once).
+/// Flags in no CPUID register of `feature-words`, in addition to those that [`is_beside_cpuid`] finds by name (found with QEMU
+/// 7.2 and 10.0; newer ones list the values of all flags at once).
 const BESIDE_CPUID: [&str; 22] = [
     "cpuid-0xb",
     "fb-clear",
@@ -113,7 +113,7 @@ struct FeatureWord {
     features: u32,
 }
 
-/// Formats the registers that contain a flag: releases list more or fewer registers, and the others are 0.
+/// Formats the registers that are not 0. Releases list more or fewer registers that are 0.
 fn registers(words: &[FeatureWord]) -> String {
     let mut registers: Vec<_> = words
         .iter()
@@ -141,7 +141,7 @@ fn is_beside_cpuid(name: &str) -> bool {
         || BESIDE_CPUID.contains(&name)
 }
 
-/// Returns the names of the true values.
+/// Returns the names of the true values for which `is_meant` returns true.
 fn on(
     values: impl IntoIterator<Item = (String, Value)>,
     is_meant: impl Fn(&str) -> bool,
@@ -211,8 +211,8 @@ impl Qemu {
         }))
     }
 
-    /// Returns the sorted names of `cpu`'s flags. `alike` has the flags of a CPU with the same registers: then only flags
-    /// outside the registers are read, since QEMU before 10.1 takes a third of a millisecond for each.
+    /// Returns the sorted names of `cpu`'s flags. `alike` are the flags of a CPU with the same registers, if known: flags in
+    /// registers are then copied from it. Before 10.1 QEMU takes a third of a millisecond to read a flag.
     ///
     /// # Errors
     /// If the connection fails.
@@ -224,7 +224,7 @@ impl Qemu {
         let mut flags = match self.values(&cpu.path)? {
             Some(values) => on(values, is_flag),
             None => {
-                // Flags of nested virtualisation have no effect on a CPU without it, and are a third of all flags.
+                // Flags of nested virtualisation are a third of all flags, and have no effect on a CPU without `vmx`.
                 let is_nested = alike.is_some_and(|flags| flags.iter().any(|flag| flag == "vmx"));
                 let is_read = |name: &str| {
                     let is_unknown = is_nested || !name.starts_with("vmx-");

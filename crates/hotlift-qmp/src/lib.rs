@@ -2,7 +2,7 @@
 //!
 //! [`Client`] implements the protocol: lines of JSON over a UNIX or TCP socket, one command at a time; events are queued.
 //! [`Qemu`] has typed commands of a migration; [`qapi`] describes the types of the answers, shared by client and server.
-//! [`GuestEvents`] collects what events report of the guest (`guest_events.rs`). `objects.rs` reads the memory backends and
+//! [`GuestEvents`] summarises the events about the guest (`guest_events.rs`). `objects.rs` reads the memory backends and
 //! virtio-mem devices of a machine; `inventory.rs` and `qtree.rs` read its CPUs, memory devices, disks and devices.
 //! [`set_guest_time`] connects to the agent in a guest. All of them block, with a deadline for every wait. QEMU serves one QMP
 //! connection at a time on a socket, so a missing greeting usually means that another client is connected.

@@ -38,7 +38,7 @@ pub trait Connection {
     /// The system's reason.
     fn write(&self, bytes: &[u8]) -> io::Result<usize>;
 
-    /// Returns true if a late write may be continued. Otherwise nothing can be written after it.
+    /// Returns true if a write can be continued after a timeout. Otherwise nothing can be written after one.
     fn resumes(&self) -> bool {
         true
     }
@@ -91,7 +91,7 @@ impl Socket {
     }
 
     pub(crate) fn shut(&self, how: Shutdown) {
-        // A socket that the other side has closed needs no shutdown.
+        // Fails if the other side has closed the connection, which then needs no shutdown.
         let _ = match self {
             Self::Unix(stream) => stream.shutdown(how),
             Self::Tcp(stream) => stream.shutdown(how),
@@ -149,12 +149,12 @@ pub struct Lines<C = Socket> {
     connection: C,
     limit: usize,
     buffer: Vec<u8>,
-    /// Number of bytes of `buffer` without an end of line.
+    /// Length of the beginning of `buffer` in which no end of line was found.
     searched: usize,
 }
 
 impl<C: Connection> Lines<C> {
-    /// Creates a reader of lines of at most `limit` bytes (plus the rest of the last read).
+    /// Creates a reader of lines. A line without an end after `limit` bytes is [`Line::TooLong`].
     #[must_use]
     pub fn new(connection: C, limit: usize) -> Self {
         Self {
@@ -176,7 +176,7 @@ impl<C: Connection> Lines<C> {
         (self.connection, self.buffer)
     }
 
-    /// Returns the received part of an incomplete line.
+    /// Returns the bytes received after the last line, which may contain further lines.
     #[must_use]
     pub fn begun(&self) -> &[u8] {
         &self.buffer
@@ -187,7 +187,7 @@ impl<C: Connection> Lines<C> {
     /// # Errors
     /// The system's reason; a reset connection is [`Line::Closed`].
     pub fn read(&mut self, deadline: Instant) -> io::Result<Line> {
-        // A peer that sends a byte at a time does not extend the deadline.
+        // Checked after each read: a peer that sends a byte at a time must not extend the deadline.
         let mut is_over = false;
         loop {
             let fresh = &self.buffer[self.searched..];
@@ -225,7 +225,7 @@ impl<C: Connection> Lines<C> {
         }
     }
 
-    /// Writes `line`, which ends with its end of line; false if the deadline passed first.
+    /// Writes `line`, which includes its end of line. Returns false if the deadline passed first.
     ///
     /// # Errors
     /// The system's reason.

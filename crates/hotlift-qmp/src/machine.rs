@@ -72,15 +72,15 @@ objects! {
     }
 }
 
-/// State of a machine (`RunState`), as far as migrations distinguish states.
+/// State of a machine (`RunState`); states that make no difference to a migration are `Other`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "String", into = "String")]
 pub enum RunState {
     /// The vCPUs run.
     Running,
-    /// The vCPUs are stopped, until a `cont`.
+    /// The vCPUs are stopped until a `cont`.
     Paused,
-    /// An incoming migration is active, or has left a guest that `cont` does not run.
+    /// The machine waits for an incoming migration, receives one, or has received a guest that it cannot run.
     InMigrate,
     /// The guest has powered off (`-no-shutdown`).
     Shutdown,

@@ -1,6 +1,6 @@
 //! Facts derived from the name of a machine type.
 
-/// The last of QEMU's own machine types that synchronises multifd after each section of RAM (`hw_compat_8_0`).
+/// Version of the last machine types that synchronise multifd after each section of RAM (`hw_compat_8_0`).
 pub const LAST_FLUSHED_BY_SECTION: (u32, u32) = (8, 0);
 
 /// Returns the version at the end of a machine type's name: (7, 2) for `pc-i440fx-7.2`.
@@ -11,7 +11,7 @@ pub fn machine_version(name: &str) -> Option<(u32, u32)> {
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// Returns the same, but only for QEMU's own PC types. Distributions use other names.
+/// Returns the version of a machine type of QEMU's own PC machines; `None` for the names of distributions and other machines.
 pub(crate) fn upstream_version(name: &str) -> Option<(u32, u32)> {
     let number = ["pc-q35-", "pc-i440fx-"]
         .iter()

@@ -164,7 +164,7 @@ objects! {
             /// Number of times that no thread was free; absent if this is not counted.
             #[serde(deserialize_with = "not_negative")]
             "busy" busy: u64,
-            /// The same, divided by the pages of the last round.
+            /// `busy` of the last round, divided by its pages.
             "busy-rate" busy_rate: f64,
         }
     }
@@ -269,13 +269,13 @@ impl MigrationInfo {
         !matches!(self.status(), "none" | "completed" | "failed" | "cancelled")
     }
 
-    /// Returns true if it ended and the guest stayed.
+    /// Returns true if the migration ended, and the guest stayed at the source.
     #[must_use]
     pub fn has_failed(&self) -> bool {
         matches!(self.status(), "failed" | "cancelled")
     }
 
-    /// Returns true if it completed.
+    /// Returns true if the migration completed.
     #[must_use]
     pub fn is_completed(&self) -> bool {
         self.status() == "completed"
@@ -287,7 +287,7 @@ fn count<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
     Ok(not_negative(from)?.unwrap_or(0))
 }
 
-/// Parses a value that is signed in QEMU; an infinite estimate may have any value.
+/// Parses a value that is signed in QEMU; a negative one becomes 0. QEMU may send any number for an infinite estimate.
 fn not_negative<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
     let number = Option::<serde_json::Number>::deserialize(from)?;
     Ok(number.map(|number| number.as_u64().unwrap_or(0)))

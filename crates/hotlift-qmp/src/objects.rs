@@ -14,7 +14,7 @@ pub struct SharedBackend {
     pub id: String,
     /// Size in bytes.
     pub bytes: u64,
-    /// Mapped file; `None` for memory without a name.
+    /// Mapped file; `None` for anonymous shared memory.
     pub file: Option<String>,
 }
 
@@ -88,8 +88,8 @@ impl Qemu {
         Ok(properties.map(|all| all.map(|it| (it.name, it.value)).collect()))
     }
 
-    /// Creates an object that only stores `text`, readable as the property `data` of `/objects/ID`; false if this QEMU cannot
-    /// create objects.
+    /// Creates an object that only stores `text`, readable as the property `data` of `/objects/ID`. Returns false if this QEMU
+    /// cannot create objects.
     ///
     /// # Errors
     /// As [`crate::Client::execute`], also if an object with this id exists.

@@ -113,8 +113,8 @@ impl<T: Qapi> Qapi for Vec<T> {
 }
 
 /// Creates a struct and a row of `OBJECTS` for each object. A member consists of its QMP name, its field, the field's type, and
-/// after `=` its schema type. The schema type is only given if the field's type does not determine it, as for an enumeration
-/// that QEMU may extend. Optional members are [`Option`]s.
+/// after `=` its schema type if the field's type does not determine it: for example, a string that is an enumeration of the
+/// schema. Optional members are [`Option`]s.
 macro_rules! objects {
     ($(
         $(#[$meta:meta])*

@@ -126,7 +126,7 @@ impl Qemu {
         if let Some(version) = running.as_deref().and_then(upstream_version) {
             return Ok(Some(version <= LAST_FLUSHED_BY_SECTION));
         }
-        // The query costs 500 KB and 60 ms in QEMU 10.0: only for machines whose name does not decide it.
+        // The query costs 500 KB and 60 ms in QEMU 10.0, and is skipped if the machine type's name determines the answer.
         let arguments = json!({ "compat-props": true });
         let machines = optional_answer(self.ask::<Vec<Machine>>("query-machines", &arguments))?;
         let (Some(machines), Some(running)) = (machines, running) else {
@@ -180,7 +180,8 @@ impl Qemu {
             .map(ram_blocks::parse))
     }
 
-    /// Returns the RAM blocks by name with the host's page size of each in bytes; `None` if this QEMU does not list them.
+    /// Returns the names of the RAM blocks, each with the page size of its host memory in bytes; `None` if this QEMU does not
+    /// list them.
     ///
     /// # Errors
     /// If the connection fails.
@@ -318,7 +319,7 @@ impl Qemu {
         self.command("cont", &Value::Null)
     }
 
-    /// Executes `quit`: QEMU ends. It is no error if it closes the connection before it has answered.
+    /// Executes `quit`: QEMU ends. It may close the connection before it has answered, which is no error.
     ///
     /// # Errors
     /// As [`Client::execute`].

@@ -9,8 +9,8 @@ const MAX_DEVICES: usize = 4096;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MachineDevice {
-    /// Location: the addresses of the devices above it, then its own, as QEMU names device states in the stream.
-    /// A device on a bus without addresses uses its type.
+    /// Location: the addresses of the devices above it, then its own, as QEMU names device states in the stream. On a bus
+    /// without addresses a device's type is its address.
     pub place: String,
     /// Type.
     #[serde(rename = "type")]
@@ -23,16 +23,16 @@ pub struct MachineDevice {
     pub vectors: Option<u64>,
 }
 
-/// A line of the list with indented lines below it.
+/// A bus or device, below which further lines are indented.
 struct Node {
     indent: usize,
-    /// Device of the line, or device that owns this bus.
+    /// The device itself, or the device that owns the bus.
     device: Option<usize>,
     /// True for a bus between a virtio device and its PCI device: the operator sees one device.
     is_virtio: bool,
 }
 
-/// A device during the reading of its properties.
+/// A device, and the properties that were read so far.
 #[derive(Default)]
 struct Entry {
     above: Option<usize>,
@@ -45,7 +45,7 @@ struct Entry {
 }
 
 impl Entry {
-    /// Parses a line below the device's own.
+    /// Parses a line with a property of the device.
     fn property(&mut self, line: &str) {
         if let Some((name, value)) = line.split_once(" = ") {
             let number = value.split(' ').next().and_then(|it| it.parse().ok());
@@ -135,7 +135,7 @@ pub(crate) fn parse(text: &str) -> Vec<MachineDevice> {
             entry.property(body);
         }
     }
-    // A device is listed below its parent.
+    // A parent is listed before its devices.
     let mut places: Vec<String> = Vec::with_capacity(entries.len());
     for entry in &entries {
         let above = entry.above.map_or("", |above| places[above].as_str());

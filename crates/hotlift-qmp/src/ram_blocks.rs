@@ -24,7 +24,7 @@ pub struct RamBlock {
 ///                   pc.ram    2 MiB  0x0000000000000000 0x0000000008000000 0x0000000008000000
 /// ```
 ///
-/// QEMU 10.0 appends columns. Other lines are skipped, and blocks without a name: those do not migrate.
+/// QEMU 10.0 appends columns. Lines of another form are skipped, and so are blocks without a name, which do not migrate.
 pub(crate) fn parse(table: &str) -> Vec<RamBlock> {
     table.lines().filter_map(row).collect()
 }

@@ -236,7 +236,7 @@ fn every_negotiated_client_receives_every_event_with_its_time() {
     let mut two = [served.client(), served.client()];
     let mut silent = Conversation::new(&served.path());
     silent.receive();
-    // A second answer proves that the client is registered.
+    // The answer proves that the client receives events.
     for client in &mut two {
         client.ask(r#"{"execute":"echo"}"#);
     }

@@ -15,13 +15,13 @@ use crate::lines::Socket;
 /// Maximum number of clients of one socket. QEMU serves one; an operator, a manager and some watchers are a handful.
 pub const MAX_CLIENTS: usize = 64;
 
-/// Time in which a client must read what it is sent, before it is disconnected.
+/// Timeout of a write to a client, after which the client is disconnected.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Time for the last answers when the server ends.
 const FINAL_WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Delay before the next attempt after the system had no descriptor or thread left.
+/// Delay after a failed accept: the system may have no descriptor left.
 const EXHAUSTED: Duration = Duration::from_millis(100);
 
 /// A listening socket.
@@ -60,7 +60,7 @@ impl AsFd for BoundSocket {
 /// Serves one client, on its own thread.
 pub type ServeClient = dyn Fn(Socket) + Send + Sync;
 
-/// The clients of a socket. Dropping it disconnects them after pending answers are sent.
+/// The clients of a socket. Dropping it disconnects them, once pending answers are sent or after two seconds.
 #[derive(Debug)]
 pub struct Clients(Arc<Shared>);
 
@@ -100,7 +100,7 @@ impl Drop for Clients {
     fn drop(&mut self) {
         let shared = &self.0;
         shared.ended.store(true, Ordering::Release);
-        // Wakes the accepting thread; on Linux this works for both kinds of socket.
+        // Wakes the thread in `accept`; Linux supports this for UNIX and TCP sockets.
         let _ = rustix::net::shutdown(&shared.listener, rustix::net::Shutdown::Both);
         let deadline = Instant::now() + FINAL_WRITE_TIMEOUT;
         let mut served = shared.served();
@@ -164,7 +164,7 @@ impl Shared {
             shared,
             socket: ours,
         };
-        // If no thread starts, its state is dropped, which removes the client.
+        // If no thread starts, its closure is dropped, and with it the guard, which removes the client.
         thread::Builder::new()
             .name("qmp/client".to_owned())
             .spawn(move || {

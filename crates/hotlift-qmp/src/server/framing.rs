@@ -67,8 +67,8 @@ impl Framing {
                 (Inside::String, b'\\') => self.inside = Inside::Escape,
                 (Inside::String, b'"') if self.depth == 0 => return Some(self.found(0)),
                 (Inside::String, b'"') => self.inside = Inside::Brackets,
-                // A string has no raw control characters. The rest starts a new value, so the next line of a client that lost a
-                // quote is valid again.
+                // A string has no raw control characters. The input so far is invalid, and a new value starts here: after a
+                // missing quote the client's next line is valid again.
                 (Inside::String, ..0x20) => return Some(self.found(0)),
                 (Inside::String, _) => {}
                 (Inside::Word, b' ' | b'\t' | b'\r' | b'\n' | b'{' | b'[' | b'"') => {

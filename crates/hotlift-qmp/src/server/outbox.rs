@@ -11,7 +11,7 @@ use crate::lines::Socket;
 /// Maximum number of queued events; a client that exceeds it is disconnected. A migration sends some dozens of events.
 pub const MAX_EVENTS_WAITING: usize = 1024;
 
-/// A queue from the senders to the thread that writes to the client. Bounded: one answer, and [`MAX_EVENTS_WAITING`] events.
+/// A queue of messages for the thread that writes to the client: at most one answer, and [`MAX_EVENTS_WAITING`] events.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
     state: Mutex<State>,
@@ -39,7 +39,7 @@ impl Outbox {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Queues an answer, after the previous one is written; false if the queue is closed.
+    /// Waits until the previous answer is written, and queues an answer; false if the queue is closed.
     pub(super) fn answer(&self, line: Vec<u8>) -> bool {
         let mut state = self.lock();
         while state.answers > 0 && !state.closed {
@@ -90,7 +90,7 @@ impl Outbox {
         }
     }
 
-    /// Writes messages until [`Outbox::finish`], or until the client does not accept them.
+    /// Writes messages until all are written after [`Outbox::finish`], or a write fails.
     pub(super) fn write_to(&self, mut socket: &Socket) {
         use std::io::Write;
         while let Some((what, line)) = self.next() {

@@ -25,8 +25,8 @@ const CHUNK: usize = 4 << 10;
 /// Serves `socket` until its client disconnects or exceeds a limit. `version` is sent in the greeting, in the format of
 /// `query-version`.
 ///
-/// Invalid input is answered with an error, as in QEMU. On TCP it ends the connection if it comes before the negotiation: every
-/// program of the host and every page in its browsers can reach such a socket. HTTP always ends it.
+/// Invalid input is answered with an error, as in QEMU. Before the negotiation invalid input on TCP also ends the connection:
+/// every program of the host and every page in its browsers can reach such a socket. HTTP always ends the connection.
 ///
 /// # Errors
 /// The system's error if the client cannot be served; [`io::ErrorKind::InvalidData`] if the peer is not a QMP client.
