@@ -7,12 +7,12 @@ use serde_json::{Map, Value};
 
 use crate::error::QemuError;
 
-/// Purpose of a command's migration.
+/// Purpose of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     /// Migrates a guest to or from another QEMU.
     Migrate {
-        /// The operator asks to keep RAM in the files that both QEMUs map.
+        /// True if RAM stays in files that both QEMUs map (`--ignore-shared`).
         ignore_shared: bool,
     },
     /// Saves a guest to a file.
@@ -24,11 +24,11 @@ pub enum Purpose {
 /// Treatment of a capability by a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Treatment {
-    /// Switched off for the migration, and restored.
+    /// Switched off for the migration, and restored afterwards.
     Off,
-    /// Set to the value that the relay needs, and restored.
+    /// Set to the value that the relay needs, and restored afterwards.
     Set,
-    /// Must be equal: set at the destination to the source's value, and restored.
+    /// Must be equal: the destination gets the source's value, and is restored afterwards.
     Alike,
     /// Kept as the operator set it: it does not change the stream that a relay carries.
     Kept,
@@ -171,7 +171,7 @@ pub const CAPABILITIES: &[Capability] = {
     ]
 };
 
-/// A migration parameter of QEMU. If `only` is set, no other value is accepted.
+/// A migration parameter of QEMU.
 #[derive(Debug)]
 pub struct Parameter {
     /// Name in QEMU.
@@ -295,7 +295,7 @@ pub fn check_parameters(
     for (name, value) in now {
         let (default, reason) = match parameter(name) {
             Some(row) => (row.only.map(Value::from), row.reason),
-            // A built-in guest: its own migration options are the relay's options.
+            // A built-in guest of Hotlift: its own migration options are those of a relay.
             None if qmp_option(name).is_some() => continue,
             None => (defaults(name), UNKNOWN),
         };

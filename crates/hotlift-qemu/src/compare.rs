@@ -1,5 +1,5 @@
-//! Compares two VMs, and finds the differences that QEMU refuses. QEMU finds all of them itself, but most only when it reads
-//! the devices, after all pages.
+//! Compares two VMs, and finds the differences that QEMU refuses. QEMU itself refuses most of them only when it reads the
+//! devices, after all pages.
 //!
 //! | difference | QEMU 7.2, 10.0 and 11.1 |
 //! |---|---|
@@ -45,7 +45,7 @@ const MAX_LISTED: usize = 16;
 /// Maximum number of listed CPU flags.
 const MAX_FLAGS: usize = 24;
 
-/// Maximum number of refused differences in an error: it must fit into the reason that one host sends to the other.
+/// Maximum number of refused differences in an error, which must fit into the reason that one host sends to the other.
 const MAX_IN_ERROR: usize = 3;
 
 /// Text for an absent list entry.
@@ -258,7 +258,7 @@ fn cpu_flags(source: &Vm, destination: &Vm) -> Row {
 }
 
 /// Compares two lists by key. Returns a row for each difference, or a single row if there is none. `judge` returns the result
-/// for one entry, and the remedy.
+/// of one entry, and its remedy.
 fn list<'a, T>(
     (names, name): (&str, &str),
     [source, destination]: [&'a Option<Vec<T>>; 2],
@@ -348,12 +348,12 @@ fn memory_devices(source: &Vm, destination: &Vm) -> Vec<Row> {
             (Some(here), Some(there)) => {
                 let outcome = match [here, there].iter().all(|it| it.kind == "virtio-mem") {
                     true => Outcome::Refused,
-                    // A difference in size is reported for its RAM block.
+                    // The row of the RAM block reports a difference in size.
                     false => Outcome::Different,
                 };
                 (outcome, format!("the same -device of {}", here.memdev))
             }
-            // QEMU refuses the missing RAM block in this case.
+            // QEMU refuses this because of the missing RAM block, which has its own row.
             (Some(here), None) => {
                 let remedy = format!("its -object and -device of {}", here.memdev);
                 (Outcome::Different, remedy)
@@ -385,7 +385,7 @@ fn takes(there: &RamBlock, here: &RamBlock) -> bool {
     if there.bytes == here.bytes {
         return true;
     }
-    // QEMU resizes only the files that firmware loads. For a block that can grow, no other size shows this.
+    // QEMU can resize only the blocks of files that firmware loads. Besides the name, only a size below the maximum shows this.
     let can_resize = there.bytes < there.max_bytes || there.name.starts_with("/rom@");
     can_resize && here.bytes <= there.max_bytes
 }
@@ -450,7 +450,7 @@ fn devices(source: &Vm, destination: &Vm) -> Vec<Row> {
 }
 
 fn is_same_type(here: &MachineDevice, there: &MachineDevice) -> bool {
-    // One device has two names: `acpi-ged-x86` before QEMU 8.0.
+    // `acpi-ged` is `acpi-ged-x86` before QEMU 8.0.
     let [here, there] = [here, there].map(|it| it.kind.trim_end_matches("-x86"));
     general_type(here) == general_type(there)
 }

@@ -9,7 +9,7 @@ use hotlift_terminal::output::warn;
 /// the capability `events`.
 pub const QUERY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Connects within `timeout`; reports if it must wait for the socket.
+/// Connects within `timeout`; prints a line if it must wait for the socket.
 ///
 /// # Errors
 /// As [`Qemu::connect`].

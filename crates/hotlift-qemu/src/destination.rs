@@ -1,4 +1,4 @@
-//! The destination's QEMU: given by its QMP socket, or started by this process.
+//! The destination's QEMU, which another process or this one has started.
 
 use std::ffi::OsString;
 use std::os::fd::BorrowedFd;
@@ -27,11 +27,11 @@ use hotlift_mem::lock;
 /// Timeout of the connection to the QMP socket of a waiting QEMU.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Timeout of one answer while a caller waits for the statement. A main loop that hangs on storage answers later, and is
+/// Timeout of one answer while a caller waits for QEMU's statement. A main loop that hangs on storage answers later, so it is
 /// queried again.
 const ASK: Duration = Duration::from_secs(1);
 
-/// Interval between queries to a QEMU that has not answered the first: they wait in its socket.
+/// Interval between queries to a QEMU that does not answer: the queries stay in its socket.
 const ASK_AGAIN: Duration = Duration::from_secs(3);
 
 /// Timeout of one answer while the devices may be loading. The restore waits as well, and a main loop that has returned answers
@@ -41,14 +41,14 @@ const ASK_WHETHER_LOADING: Duration = Duration::from_millis(250);
 /// Time in which a QEMU whose stream broke early may report the reason.
 const REASON: Duration = Duration::from_secs(5);
 
-/// Number of consecutive polls in which a QEMU that has loaded a guest's devices must not have started the guest. QEMU starts
-/// it in its main loop after the devices, as it answers QMP; the answer may come first.
+/// Number of consecutive polls after which a QEMU that has loaded a guest's devices counts as one that does not start it. Its
+/// main loop starts the guest and answers QMP, in either order.
 const START_POLLS: u32 = 20;
 
 /// Interval between these polls.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Prefix of socket names for pages that are sent on request.
+/// Prefix of the names of sockets for a lazy restore, which sends pages on request.
 const LAZY: &str = "lazy-";
 
 /// A QEMU that waits with `-incoming defer`.
@@ -61,17 +61,17 @@ pub struct Destination {
     folder: OwnFolder,
     /// Earliest time of the next query, after QEMU did not answer.
     ask_again_at: Mutex<Option<Instant>>,
-    /// True if QEMU was started with `-S`; `None`: unknown.
+    /// True if QEMU was started with `-S`; `None` if unknown.
     waits: Option<bool>,
     /// State of the guest before the migration.
     before: Mutex<PreviousState>,
-    /// QEMU had started the guest before this connection.
+    /// True if QEMU had run the guest before this process connected.
     had_guest: bool,
     /// The final statement, once there is one.
     settled: Mutex<Option<Statement>>,
 }
 
-/// The report of a QEMU on the guest that it was given.
+/// Statement of a QEMU on the guest that was sent to it.
 #[derive(Debug, Clone)]
 pub enum Statement {
     /// QEMU has the guest, in the expected run state.
@@ -79,14 +79,15 @@ pub enum Statement {
         /// Run state of the guest.
         state: RunState,
     },
-    /// QEMU has the guest and does not run it, though the guest ran before. Another process started this QEMU.
+    /// QEMU has the guest and does not run it, though the guest ran at the source. The operator decides: this QEMU is not
+    /// ended, because another process started it, or because the state may be intended.
     Stopped {
         /// Both states, in one line.
         reason: String,
-        /// A `cont` may run the guest.
+        /// True if a `cont` may run the guest.
         can_run: bool,
     },
-    /// QEMU had the guest and never ran it, though the guest ran before. Hotlift ended this QEMU.
+    /// QEMU had the guest and never ran it, though the guest ran at the source. This process has ended this QEMU.
     Ended {
         /// Both states, and QEMU's errors, in one line.
         reason: String,
@@ -95,7 +96,7 @@ pub enum Statement {
     GuestEnded {
         /// The way it ended, as a clause.
         how: String,
-        /// The guest itself has ended; no other program has ended this QEMU.
+        /// True if the guest has ended by itself; false if another program has ended this QEMU.
         by_itself: bool,
     },
     /// QEMU has no guest and never will: its migration has failed, or its process has ended.
@@ -103,9 +104,9 @@ pub enum Statement {
         /// Reason, in one line.
         reason: String,
     },
-    /// QEMU reports none of these.
+    /// None of the other statements is certain.
     Unknown {
-        /// QEMU answers, but has not reached a final state yet.
+        /// True if QEMU answers, but has not reached a final state yet.
         answers: bool,
         /// QEMU's report, or the reason why it cannot be reached, in one line.
         reason: String,
@@ -122,7 +123,7 @@ fn without_postcopy(error: QmpError) -> QemuError {
     }
 }
 
-/// Evaluates QEMU's answers: returns the progress of the devices in a lazy restore.
+/// Returns the progress of the devices in a lazy restore, from QEMU's answers.
 ///
 /// # Errors
 /// QEMU's reason for refusing the devices.
@@ -158,8 +159,8 @@ impl Destination {
         Self::waiting(qemu, Some(process), Some(command), folder)
     }
 
-    /// Connects to a QEMU that runs its guest, and waits for pages of it (`postcopy-paused`) from the file `file`. It now
-    /// listens on a new socket. Its settings are restored once it has the pages.
+    /// Connects to a QEMU that has a guest whose lazy restore from the file `file` was interrupted (`postcopy-paused`), and
+    /// makes it listen on a new socket for the rest. Its settings are restored once it has all pages.
     ///
     /// # Errors
     /// If it does not answer, does not wait for pages, or waits for pages of another file.
@@ -198,7 +199,7 @@ impl Destination {
         let waits = waits_for_cont(&mut qemu, None);
         Ok(Self {
             waits,
-            // A QEMU that waits for pages may have loaded the devices, and failed to lock a disk.
+            // In state `inmigrate` QEMU may have loaded the devices and failed to lock a disk: it has not run the guest.
             had_guest: state.run_state() != RunState::InMigrate,
             before: Mutex::new(PreviousState {
                 state: state.run_state(),
@@ -214,7 +215,7 @@ impl Destination {
         })
     }
 
-    /// Returns the path of the socket for pages of the file `file`. The name identifies a QEMU that waits for more of them.
+    /// Returns the path of the socket for pages of the file `file`. By this name [`Self::recovering`] recognises the QEMU.
     pub fn socket_for(&self, file: u64) -> PathBuf {
         self.folder.path().join(Self::name_for(file))
     }
@@ -312,8 +313,8 @@ impl Destination {
         listening.map_err(at_destination)
     }
 
-    /// Sets the guest's state at the start of its migration. Its stream may contain another. A guest of unknown state is
-    /// expected to have run.
+    /// Sets the guest's state at the start of its migration; the stream may contain a later one. Without a call the guest
+    /// counts as one that ran.
     pub fn expect(&self, was: RunState) {
         *self.before() = PreviousState {
             state: was,
@@ -325,8 +326,8 @@ impl Destination {
         lock(&self.before)
     }
 
-    /// Queries once if QEMU has accepted the guest, whose previous state was `was`. Ends a QEMU that was started here and does
-    /// not run a guest that ran.
+    /// Queries once if QEMU has the guest, whose state at the switchover was `was`. Ends a QEMU that this process has started
+    /// if it does not run a guest that ran at the source.
     pub fn has_taken(&self, was: Option<&str>) -> QemuGuestState {
         if let Some(was) = was {
             *self.before() = PreviousState {
@@ -350,8 +351,8 @@ impl Destination {
         }
     }
 
-    /// Queries once if QEMU loads the devices of a lazy restore. An answer of its main loop shows that it loads no package
-    /// there: the loop continues only after the package.
+    /// Queries once if QEMU loads the devices of a lazy restore. QEMU loads them in its main loop, so an answer means that it
+    /// does not load them now.
     pub fn loading(&self) -> Loading {
         let mut qemu = self.qemu();
         qemu.client().set_timeout(ASK_WHETHER_LOADING);
@@ -372,8 +373,8 @@ impl Destination {
         }
     }
 
-    /// Returns true if QEMU has closed its QMP connection without having run the guest. An intermediate process may have closed
-    /// it: QEMU has ended only if its connection for the stream is closed, too.
+    /// Returns true if the QMP connection was closed before QEMU ran the guest. A proxy may have closed it: QEMU has ended only
+    /// if its connection for the stream is closed, too.
     pub fn is_gone_before_a_run(&self) -> bool {
         let mut qemu = self.qemu();
         let client = qemu.client();
@@ -386,7 +387,8 @@ impl Destination {
         self.wait_for_statement(time, &[interrupt.wake_fd()], || interrupt.is_raised())
     }
 
-    /// Waits for QEMU's statement on the guest, for `time` or until `is_over`, checked when one of `others` is readable.
+    /// Waits up to `time` for QEMU's statement on the guest, or until `is_over` returns true; also checks it when one of
+    /// `others` is readable.
     pub fn wait_for_statement(
         &self,
         time: Duration,
@@ -406,7 +408,7 @@ impl Destination {
         }
     }
 
-    /// Waits up to `time` until it is known if QEMU runs a guest whose devices it has loaded, and whose pages follow.
+    /// Waits up to `time` for the statement of a QEMU that has loaded a guest's devices, and receives its pages later.
     pub fn wait_for_start(&self, time: Duration) -> Statement {
         let deadline = Instant::now() + time;
         let mut polls = 0;
@@ -512,7 +514,7 @@ impl Destination {
                 "{states}; a 'stop' during the migration may be the cause, and its stream was passed through unread"
             ),
         };
-        // A state that may be intended is left to the operator.
+        // The operator decides about a state that may be intended.
         if check_result == RunStateCheck::DoesNotRun
             && let Some(process) = self.process()
         {
@@ -528,18 +530,18 @@ impl Destination {
         stopped
     }
 
-    /// Ends a QEMU that was started here and does not run its guest.
+    /// Ends `process`, a QEMU that does not run its guest. Returns the statement after that.
     fn end(&self, mut process: MutexGuard<'_, Started>, reason: &str) -> Statement {
         let since = Instant::now();
         let ended = process.end();
-        // Events from before its end can still be read. A 'cont' may have arrived after the query. A QEMU in a wrapper was
-        // killed with it, and takes its own time.
+        // Its last events can still be read: another client's 'cont' may have run the guest after the query. If the process
+        // was a wrapper, QEMU was killed, too, but may end later.
         let left = process::END.saturating_sub(since.elapsed()).max(ASK);
         let (has_run, is_closed) = self.events_to_the_end(left);
         let words = process.last_errors();
         let words = words.map_or_else(String::new, |words| format!(": {words}"));
         match (ended, has_run) {
-            // The process was a wrapper of QEMU: QEMU itself closes its monitor when it ends.
+            // QEMU closes its monitor when it ends, so the process was a wrapper of a QEMU that still runs.
             (Ok(_), Ok(_)) if !is_closed => Statement::Unknown {
                 answers: true,
                 reason: format!(
@@ -572,7 +574,8 @@ impl Destination {
         }
     }
 
-    /// Reads all events up to the end of the QMP connection. Returns if the guest has run, and if the end came within `wait`.
+    /// Reads all events up to the end of the QMP connection. Returns two values: true if the guest has run, and true if
+    /// the connection ended within `wait`.
     fn events_to_the_end(&self, wait: Duration) -> (Result<bool, QmpError>, bool) {
         let deadline = Instant::now() + wait;
         loop {
@@ -596,7 +599,7 @@ impl Destination {
         let answer = if ask_again_at.is_some_and(|until| Instant::now() < until) {
             Err("QEMU does not answer over QMP".to_owned())
         } else {
-            // QEMU 11.1 may hang after a failure; otherwise its answer is more precise than the event.
+            // QEMU 11.1 may hang after a failure, so the timeout is short. An answer would have the reason; the event has none.
             let timeout = match self.is_refused() {
                 true => ASK_WHETHER_LOADING,
                 false => ASK,
@@ -627,7 +630,7 @@ impl Destination {
         {
             return ended;
         }
-        // For a guest that has run, nothing proves that it never will.
+        // Once the guest has run, `Statement::Never` would be false, whatever QEMU reports.
         let has_run = self.had_guest || self.qemu().client().guest_events().has_run;
         match answer {
             Ok((_, Some(state))) => self.statement_on(state),
@@ -655,8 +658,8 @@ impl Destination {
         }
     }
 
-    /// Returns true if the events of a QEMU of another process show a failed migration without a guest that ran. A QEMU that
-    /// was started here ends in this case, with its errors on stderr.
+    /// Returns true if this QEMU belongs to another process, and its events show that the migration failed before the guest
+    /// ran. A QEMU that this process has started ends in this case, with its errors on stderr.
     fn is_refused(&self) -> bool {
         let mut qemu = self.qemu();
         let events = qemu.client().guest_events();
@@ -664,13 +667,13 @@ impl Destination {
         self.process.is_none() && events.has_failed && !had_guest
     }
 
-    /// Returns the end of a guest that QEMU had, once the QMP connection is closed.
+    /// Returns how a guest that QEMU had has ended, once the QMP connection is closed.
     fn guest_end(&self) -> Option<Statement> {
         let was_live = self.before().state.is_live();
         let mut qemu = self.qemu();
         let client = qemu.client();
         let guest = client.guest_events();
-        // A loaded guest that should run, and has not, was never here.
+        // A guest that must run counts as received only after it has run.
         let had_guest = self.had_guest || guest.has_run || (guest.has_migrated && !was_live);
         let how = guest.end().filter(|_| had_guest)?;
         let by_itself = guest.has_ended_itself();
@@ -678,7 +681,7 @@ impl Destination {
         client.is_closed().then_some(ended)
     }
 
-    /// Returns how a process that was started here has ended, if it has, with its last errors.
+    /// Returns how the QEMU that this process has started has ended, with its last errors; `None` if it has not.
     fn how_it_ended(&self) -> Option<String> {
         let mut process = self.process()?;
         let status = process.has_ended()?;
@@ -694,9 +697,9 @@ impl Destination {
     }
 
     /// Returns QEMU's statement after a relay that failed. A relay that is `in_doubt`, or had begun the handover, may have sent
-    /// QEMU the end of the stream. Then only QEMU's own statement or the end of its process decides. This waits for it up to
-    /// `settle_timeout`; in doubt, the relay has already waited. Any other relay has not sent the end, so QEMU has no complete
-    /// guest.
+    /// QEMU the end of the stream. Then only QEMU's own statement or the end of its process decides. This function waits up to
+    /// `settle_timeout` for it, unless `in_doubt`: then the relay has already waited. Without a handover the end was not sent,
+    /// so QEMU has no complete guest.
     pub fn after_failure(
         &self,
         in_doubt: bool,
@@ -715,7 +718,8 @@ impl Destination {
             }
             return statement;
         }
-        // A QEMU that answers has not noticed yet, or was never connected; one that does not is usually about to end.
+        // If QEMU answers with no final state, it has not noticed the failure, or was never connected. If it does not answer,
+        // it is usually about to end, and may report the reason.
         let statement = match self.ask() {
             Statement::Unknown { answers: false, .. } => self.statement_in_time(REASON, interrupt),
             statement => statement,
@@ -726,8 +730,8 @@ impl Destination {
         }
     }
 
-    /// Restores the settings of a QEMU of another process that has no guest. A QEMU whose migration has failed may refuse, and
-    /// is no longer usable.
+    /// Restores the settings of a QEMU that has no guest, if another process started it. Ignores a refusal: a QEMU whose
+    /// migration has failed is no longer usable.
     pub fn give_back(mut self) {
         if let (Some(changed), None) = (self.changed.take(), &self.process) {
             let _ = changed.undo(&mut self.qemu());

@@ -1,32 +1,35 @@
 //! A downtime limit that starts low, and rises to the operator's limit only as far as convergence needs. No I/O, no clock.
 //!
 //! QEMU switches over at the end of a round if the pages dirtied in it, divided by the bandwidth, are below the limit. That
-//! quotient is the time that the next round would take. So the durations of rounds decide here: they need no bandwidth, which
-//! is too high at the source's QEMU while the buffers of relays and sockets fill.
+//! quotient is the time that the next round would take. So the durations of rounds decide here. They do not depend on QEMU's
+//! bandwidth, which is too high while the buffers of relays and sockets fill.
 //!
-//! Below the operator's limit rounds get shorter by a constant factor, so that all rounds after it cost a few times the limit.
+//! Below the operator's limit rounds get shorter by a constant factor, so that all of them together take a few times that
+//! limit.
 
 use std::fmt;
 use std::time::{Duration, Instant};
 
-/// Number of times that the first limit doubles until it is the operator's: 300 ms begin with 9 ms.
+/// Number of times that the first limit doubles until it is the operator's: for 300 ms the first is 9 ms.
 const DOUBLINGS: u32 = 5;
 
-/// A round shrinks if it takes less than this share of the shortest one before. The round before varies on a busy host.
+/// A round shrinks if it takes less than this share of the shortest one before. The previous round varies too much on a busy
+/// host.
 const SHRINKS: f64 = 0.9;
 
-/// Number of rounds that do not shrink in a row, after which the operator's limit is set at once: no lower limit would be met,
-/// and the guest may pause its writes for one round only.
+/// Number of rounds in a row that do not shrink, after which the operator's limit is set: no lower limit would be met, and a
+/// pause in the guest's writes may be as short as one round.
 const STAGNANT_ROUNDS: u32 = 2;
 
-/// Room in a raised limit above the last round.
+/// A raised limit is at least this multiple of the last round.
 const ROOM: f64 = 1.25;
 
-/// Time below the operator's limit, as a multiple of it. Rounds that shrink to three quarters need it.
+/// Time that rounds below the operator's limit may take in all, as a multiple of that limit. Rounds that shrink to three
+/// quarters take this time.
 const EXTRA: u32 = 4;
 
-/// Time below the operator's limit if QEMU may throttle the guest. QEMU compares dirtied and sent bytes once a second, and they
-/// are equal in short rounds.
+/// Time that rounds below the operator's limit may take in all if QEMU may throttle the guest. QEMU compares dirtied and sent
+/// bytes once a second, and they are equal in short rounds.
 const EXTRA_BEFORE_THROTTLING: Duration = Duration::from_millis(500);
 
 /// Time after which a raised limit must have had an effect: QEMU computes its threshold every 100 ms.
@@ -36,7 +39,7 @@ const EFFECT: Duration = Duration::from_millis(200);
 /// auto-converge QEMU ends a long round every 5 s, and all take the same time.
 const COMPARED: Duration = Duration::from_millis(200);
 
-/// Dirty rate of QEMU's figures, as a share of the rate of sending, above which QEMU throttles the guest.
+/// Share of dirtied bytes in sent bytes above which QEMU throttles the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ThrottleTrigger {
     /// Percent, QEMU's `throttle-trigger-threshold`.
@@ -67,7 +70,7 @@ pub enum Reason {
     Plateau,
     /// Rounds above the operator's limit do not shrink.
     Stagnant,
-    /// The rounds below the operator's limit took their time.
+    /// The rounds below the operator's limit have taken their whole time (`EXTRA`).
     Late,
     /// QEMU throttles the guest, or would soon.
     Throttling,
@@ -97,13 +100,13 @@ pub struct DowntimeRamp {
     step: usize,
     throttle: Option<ThrottleTrigger>,
     reason: Reason,
-    /// Number of rounds at the latest change of it, and its time.
+    /// Number of rounds, and the time at which it last changed.
     seen: Option<(u64, Instant)>,
     /// Duration of the latest round.
     round: Duration,
     /// Duration of the shortest round.
     shortest: Option<Duration>,
-    /// Least bytes that remained when a round was first seen.
+    /// Least number of bytes that remained at the first poll of a round.
     least: Option<u64>,
     /// Number of rounds in a row that did not shrink.
     stagnant: u32,
@@ -141,7 +144,7 @@ impl DowntimeRamp {
         })
     }
 
-    /// Returns all limits that it may set, in milliseconds, ascending.
+    /// Returns all limits that the ramp may set, in milliseconds, ascending.
     #[must_use]
     pub fn steps(&self) -> &[u64] {
         &self.steps
@@ -165,7 +168,7 @@ impl DowntimeRamp {
         self.reason
     }
 
-    /// Returns true if it changes the limit no more.
+    /// Returns true if the limit does not change any more.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.step + 1 == self.steps.len() || self.is_left()
@@ -177,7 +180,7 @@ impl DowntimeRamp {
         self.reason == Reason::Changed
     }
 
-    /// Ends it: another client has changed the limit.
+    /// Ends the ramp, because another client has changed the limit.
     pub fn leave(&mut self) {
         self.reason = Reason::Changed;
     }
@@ -188,7 +191,7 @@ impl DowntimeRamp {
             return None;
         }
         let is_new = self.measure(now, figures.rounds, figures.remaining);
-        // Pages of the first round are not dirtied pages, and QEMU has measured no dirty rate.
+        // The first round sends all pages, dirty or not, and QEMU has measured no dirty rate yet.
         if figures.rounds < 2 {
             return None;
         }
@@ -257,7 +260,7 @@ impl DowntimeRamp {
     }
 }
 
-/// Returns true if `bytes` are at least the share of `before` above which a round does not shrink.
+/// Returns true if `bytes` are at least [`SHRINKS`] of `before`: the round does not shrink.
 fn is_share(bytes: u64, before: u64) -> bool {
     #[expect(clippy::cast_precision_loss, reason = "compared roughly")]
     let [bytes, before] = [bytes, before].map(|count| count as f64);
@@ -459,7 +462,7 @@ mod tests {
             };
             let (ramp, fixed, reason) = model.both();
             assert_eq!((ramp, fixed, reason), (None, None, Reason::Stagnant));
-            // A pause in which today's migration ends.
+            // A pause of the guest in which a migration with the operator's limit ends.
             let (ramp, fixed, reason) = Model { rests, ..model }.both();
             assert_eq!(reason, Reason::Stagnant);
             let (ramp, fixed) = (ramp.unwrap(), fixed.unwrap());

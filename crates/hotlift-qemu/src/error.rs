@@ -8,7 +8,7 @@ use hotlift::transport::TransportError;
 use hotlift_qmp::QmpError;
 use hotlift_terminal::error::TerminalError;
 
-/// A QEMU that fails a request, or a migration that failed.
+/// Error of a request to a QEMU, or of a migration.
 #[derive(Debug, thiserror::Error)]
 pub enum QemuError {
     /// Errors that several commands share.
@@ -35,7 +35,7 @@ pub enum QemuError {
     /// The QEMU command line is empty.
     #[error("no QEMU was given")]
     NoQemu,
-    /// QEMU does not accept the command line.
+    /// The QEMU command line cannot be used.
     #[error("invalid QEMU command line: {problem}")]
     Command {
         /// The reason.
@@ -253,7 +253,7 @@ impl QemuError {
     }
 }
 
-/// Location of QEMU's errors if this process did not capture them.
+/// Text for an error of QEMU that this process did not capture.
 pub const QEMUS_OWN_WORDS: &str = "QEMU printed the reason on the terminal that started it";
 
 /// One of the two QEMUs.

@@ -1,6 +1,6 @@
 //! Ends a QEMU that waits for a migration if the command that started it is killed, and removes the command's folder. The guard
-//! is a separate process: nothing else survives a SIGKILL of the command. (`PR_SET_PDEATHSIG` would also end a QEMU that has
-//! its guest when the command exits.)
+//! is a separate process, to survive a SIGKILL of the command. (`PR_SET_PDEATHSIG` would also end a QEMU that has its guest,
+//! when the command exits.)
 
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
@@ -12,7 +12,7 @@ use hotlift_qmp::{Qemu, QmpAddress, QmpError};
 
 use crate::connect::QUERY_INTERVAL;
 
-/// Timeout of QEMU's answer, and of the end of a migration whose sockets are closed.
+/// Timeout of QEMU's answer, and of a migration whose sockets are closed to end.
 const END: Duration = Duration::from_secs(10);
 
 /// The guard of one QEMU; dropping it dismisses the guard.
@@ -47,7 +47,7 @@ impl Guard {
         })
     }
 
-    /// Dismisses the guard: it leaves its QEMU alone, even if this process dies. Does not wait for the guard's end.
+    /// Dismisses the guard: it does not end its QEMU, even if this process dies. Does not wait for the guard's end.
     pub fn dismiss(&mut self) {
         // A byte dismisses the guard; the end of the pipe without a byte means that this process died. A byte in the pipe is
         // read before its end, so the dismissal holds even if this process is killed right after it.
@@ -66,25 +66,27 @@ impl Drop for Guard {
     }
 }
 
-/// Runs the guard's process: waits until its parent is done with the QEMU at `qmp`, or has died.
+/// Runs the guard's process: waits until its parent dismisses it or dies, and in the latter case ends the QEMU at `qmp`.
+/// Removes
+/// `folder` once the parent has ended.
 pub fn run(qmp: &QmpAddress, folder: &Path) {
     let mut word = [0; 1];
     if matches!(io::stdin().read(&mut word), Ok(0)) {
         // A QEMU that does not answer has ended, or another client controls it.
         let _ = end(qmp);
     }
-    // A dismissed command continues to run; its end closes the pipe.
+    // A command that has dismissed its guard keeps running; its end closes the pipe.
     let _ = io::copy(&mut io::stdin(), &mut io::sink());
     // Usually the folder is already gone.
     let _ = std::fs::remove_dir_all(folder);
 }
 
-/// Ends a QEMU that waits for a guest. A QEMU that has its guest is left alone; one that might have it no longer has a guard.
+/// Ends a QEMU that waits for a guest, but not one that has its guest. (A QEMU that may have its guest no longer has a guard.)
 fn end(address: &QmpAddress) -> Result<(), QmpError> {
     let deadline = Instant::now() + END;
     let mut qemu = Qemu::connect(address, END)?;
     while qemu.query_status()?.status == "inmigrate" {
-        // A running migration ends by itself: it fails, or completes if the guest had arrived in full.
+        // An active migration ends by itself: it fails, or completes if the whole guest had arrived.
         if qemu.query_migrate()?.status() != "active" || Instant::now() >= deadline {
             qemu.quit()?;
             break;

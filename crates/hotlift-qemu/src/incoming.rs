@@ -31,7 +31,7 @@ pub fn listen(
     destination.listen(&capabilities, &parameters, socket)
 }
 
-/// Makes QEMU listen on `socket` for a VM whose pages it requests, with a separate connection for them if QEMU supports it.
+/// Makes QEMU listen on `socket` for a lazy restore, in which it requests pages: on a separate connection if QEMU supports it.
 ///
 /// # Errors
 /// If QEMU refuses: its kind of RAM does not support page requests, or the host forbids them.
@@ -42,7 +42,7 @@ pub fn listen_for_pages(destination: &mut Destination, socket: &Path) -> Result<
     destination.listen(&capabilities, &parameters, socket)
 }
 
-/// Returns when a QEMU that listens for pages accepts the connection for requested pages; `None`: never.
+/// Returns the point at which a QEMU of [`listen_for_pages`] accepts the connection for requested pages; `None` if it does not.
 ///
 /// # Errors
 /// If QEMU does not answer.
@@ -59,7 +59,7 @@ pub fn page_sizes(destination: &Destination) -> Result<Vec<(String, u64)>, QemuE
     Ok(page_sizes.unwrap_or_default())
 }
 
-/// Does the same as [`preempt`], if `is_right` accepts the capability's value.
+/// Does the same as [`preempt`]; returns `None` unless `is_right` accepts the capability's value.
 fn preempt_of(
     destination: &Destination,
     is_right: impl Fn(bool) -> bool,
@@ -77,7 +77,7 @@ fn preempt_of(
     Ok(moment.filter(|_| is_there))
 }
 
-/// Returns the settings of the relay for such a QEMU; the source must observe `limits`.
+/// Returns the settings of a relay to the QEMU `destination`; `limits` apply to the source.
 ///
 /// # Errors
 /// If QEMU does not answer.

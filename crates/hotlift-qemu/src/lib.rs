@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `source` | the source's QEMU |
 //! | `outgoing` | its migration into a relay |
-//! | `progress` | progress of that migration |
+//! | `progress` | displayed progress of that migration |
 //! | `downtime_ramp` | its downtime limit: starts low, and rises as far as convergence needs |
 //! | `destination` | the destination's QEMU |
 //! | `incoming` | settings of that QEMU and of its relay |

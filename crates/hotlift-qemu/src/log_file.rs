@@ -1,8 +1,8 @@
 //! A log file that a QEMU shares with other writers: finds the parts that this QEMU wrote.
 //!
-//! A line does not name its writer: two QEMUs of one name may share a log. So QEMU gets its own open file description. Its
-//! position is the end of QEMU's last write, and everything appended up to there since the last check belongs to QEMU. A check
-//! follows each write (inotify), so only lines that others write in the same moment are mistaken for QEMU's.
+//! A line does not identify its writer: two QEMUs with the same name may share a log. So QEMU gets its own open file
+//! description, whose position is the end of QEMU's last write. What was appended up to there since the last check counts as
+//! QEMU's. A check follows each write (inotify), so only lines that others write at the same moment are mistaken for QEMU's.
 
 use hotlift_mem::{lock, wait_readable};
 use std::fs::{File, OpenOptions};
@@ -20,10 +20,10 @@ use rustix::fs::inotify;
 /// Interval at which the watch checks if the log is still in use.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Maximum number of kept parts, the last ones: only QEMU's last errors are needed.
+/// Maximum number of kept parts. The last ones are kept: only QEMU's last errors are needed.
 const PARTS: usize = 64;
 
-/// Maximum number of bytes read from a part, the last ones.
+/// Maximum number of bytes read from the end of a part.
 const PART: u64 = 16 << 10;
 
 /// A log file that a QEMU writes to.
@@ -45,7 +45,7 @@ struct Seen {
 }
 
 impl LogFile {
-    /// Opens the log at `path`; parts count from its present end.
+    /// Opens the log at `path`; what it contains already is not QEMU's.
     pub fn open(path: &Path) -> io::Result<Arc<Self>> {
         let file = OpenOptions::new().read(true).append(true).open(path)?;
         let seen = Seen {
@@ -56,7 +56,7 @@ impl LogFile {
             file,
             seen: Mutex::new(seen),
         });
-        // Without the watch there is only a final check: others' lines before QEMU's last one are mistaken for QEMU's.
+        // Without the watch there is only the final check, in which all lines before QEMU's last one count as QEMU's.
         let _ = watch(path, Arc::downgrade(&log));
         Ok(log)
     }
@@ -74,7 +74,7 @@ impl LogFile {
         for part in &seen.parts {
             let length = (part.end - part.start).min(PART);
             let mut bytes = vec![0; usize::try_from(length).unwrap_or(0)];
-            // A file that is shorter than before was truncated by another process.
+            // Another process may have truncated the file: then fewer bytes are read.
             let read = self.file.read_at(&mut bytes, part.end - length);
             written.extend_from_slice(&bytes[..read.unwrap_or(0)]);
         }
@@ -84,7 +84,7 @@ impl LogFile {
     /// Records the bytes appended since the last check.
     fn poll(&self) {
         let mut seen = lock(&self.seen);
-        // The end is read first: what QEMU appends between both reads is QEMU's by its position.
+        // Read before the position: what QEMU appends in between is then counted by the position.
         let Ok(end) = self.file.metadata().map(|file| file.len()) else {
             return;
         };

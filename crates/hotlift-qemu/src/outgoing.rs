@@ -1,4 +1,5 @@
-//! Migrates a running QEMU into a relay of this process: starts, watches and shows it, and cancels it on a signal.
+//! Migrates the guest of a running QEMU into a relay of this process: starts the migration, shows its progress, and cancels it
+//! on a signal.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,7 +25,7 @@ use crate::progress::{Watch, not_connected};
 use crate::settings::{self, DOWNTIME_LIMIT};
 use crate::source::Source;
 
-/// Interval between queries for QEMU's figures, for which it sends no event.
+/// Interval between queries for QEMU's figures, which cause no events.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Shortest time between queries that QEMU's events cause. Short rounds end every millisecond.
@@ -54,22 +55,22 @@ pub struct OutgoingMigration<'a> {
     pub quiet: bool,
 }
 
-/// Waits during a migration, with the relay's control.
+/// Waits until one of the descriptors is readable, or until the given time. It also gets the relay's control.
 pub type WaitFn<'a> = &'a mut dyn FnMut(&[BorrowedFd<'_>], Instant, &Control);
 
 /// Result of a migration's relay.
 pub struct Relayed {
     /// The relay's report, or its error.
     pub outcome: Result<RelayReport, MigrationError>,
-    /// The destination may have received the order to run the guest; if false, it never will.
+    /// True if the destination may have received the order to run the guest; if false, it never receives it.
     pub may_run_there: bool,
     /// Run state of the guest at the destination, as its relay reports it.
     pub activity: GuestActivity,
-    /// Downtime limit at the end, if it began below the operator's.
+    /// Downtime limit at the end; `None` if it was constant.
     pub downtime_limit: Option<DowntimeLimit>,
 }
 
-/// The latest downtime limit of a migration that began with a lower one than the operator's.
+/// Latest downtime limit of a migration whose limit began below the operator's.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct DowntimeLimit {
     /// The limit in milliseconds; `None` if another client has set it.
@@ -99,12 +100,12 @@ impl std::fmt::Display for DowntimeLimit {
     }
 }
 
-/// Origin of the downtime limit, and its use.
+/// Downtime limit of a command.
 #[derive(Debug, Clone, Copy)]
 pub struct LimitArgs {
-    /// The limit that QEMU gets; `None`: it keeps its own.
+    /// The limit for this migration; `None` if QEMU keeps its own.
     pub own: Option<Duration>,
-    /// The limit begins low, and rises to it as far as needed.
+    /// True if the limit begins low, and rises as far as needed.
     pub ramps: bool,
 }
 
@@ -140,7 +141,7 @@ pub fn change_settings(
     Ok(ramp)
 }
 
-/// Returns the ramp of the downtime limit up to `most` milliseconds, or else up to QEMU's own.
+/// Returns the ramp of the downtime limit up to `most` milliseconds; without `most`, up to QEMU's own limit.
 fn ramp_to(source: &Source, most: Option<u64>) -> Result<Option<DowntimeRamp>, QemuError> {
     let mut qemu = source.qemu();
     let parameters = qemu.query_parameters().map_err(at_source)?;
@@ -157,8 +158,8 @@ fn ramp_to(source: &Source, most: Option<u64>) -> Result<Option<DowntimeRamp>, Q
 }
 
 impl OutgoingMigration<'_> {
-    /// Runs relay and migration to their end. `wait` does all waits: until the given time, or until a descriptor is readable.
-    /// It may return earlier. `ramp` decides the downtime limit.
+    /// Runs the relay and the migration to their end. All waits use `wait`, which may return early. `ramp` determines the
+    /// downtime limit.
     ///
     /// # Errors
     /// If the migration could not be started. The relay's own error is in [`Relayed::outcome`].
@@ -249,7 +250,7 @@ impl OutgoingMigration<'_> {
                 wakes.truncate(1);
                 display.finish();
                 warn!("cancelling");
-                // QEMU decides whether it is too late; its sockets notify the relay.
+                // QEMU ignores this if it is too late; otherwise it closes its sockets, which ends the relay.
                 if self.source.cancel().is_err() {
                     control.cancel();
                 }
@@ -272,7 +273,7 @@ impl OutgoingMigration<'_> {
             match (&info, ramp.as_deref_mut()) {
                 (Ok(info), Some(ramp)) => self.ramp(ramp, &mut applied, info, now),
                 (Ok(_), None) => {}
-                // A closed connection is always readable.
+                // A closed connection would always be readable.
                 (Err(_), _) => qmp = None,
             }
             if now < poll_at {
@@ -304,8 +305,8 @@ impl OutgoingMigration<'_> {
         display.finish();
     }
 
-    /// Lets `ramp` decide on QEMU's figures, and sets its limit. `applied` is the limit that QEMU has; `None` if another client
-    /// has set it.
+    /// Passes QEMU's figures to `ramp`, and sets the limit that it returns. `applied` is the limit that QEMU has; `None` if
+    /// another client has set it.
     fn ramp(
         &self,
         ramp: &mut DowntimeRamp,

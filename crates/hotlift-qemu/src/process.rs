@@ -26,17 +26,17 @@ use crate::guard::Guard;
 use crate::stderr::{ErrorOutput, Streams};
 use hotlift_mem::{end_of_process, lock, wait_readable};
 
-/// Timeout of the end of a killed QEMU: one that waits for hanging storage cannot be killed. Below the default of
-/// `settle-timeout`, so that the other side gets its answer in time.
+/// Timeout for a killed QEMU to end: while it waits for storage that hangs, it does not. Below the default of `settle-timeout`,
+/// so that the other side gets its answer in time.
 pub(crate) const END: Duration = Duration::from_secs(20);
 
-/// A QEMU process. Dropping it kills QEMU, and the guard ends it if this process is killed, unless it may have its guest
-/// ([`Custody::release`]) or was left running.
+/// A QEMU process. Dropping it kills QEMU; if this process is killed, the guard ends QEMU. Neither happens after
+/// [`Custody::release`], since QEMU may then have its guest.
 #[derive(Debug)]
 pub struct Started {
     child: Child,
     custody: Custody,
-    /// Its QMP socket, which remains after this command.
+    /// Its QMP socket, which may outlive this command.
     socket: PathBuf,
     has_own_qmp: bool,
     errors: ErrorOutput,
@@ -53,7 +53,7 @@ struct GuardState {
 }
 
 impl Custody {
-    /// Ends the custody, so that QEMU may run its guest: from now on neither this process nor the guard ever ends it.
+    /// Ends the custody before QEMU may run its guest: from now on neither a drop nor the guard ends QEMU.
     pub fn release(&self) {
         self.0.is_released.store(true, Ordering::SeqCst);
         if let Some(guard) = &mut *self.guard() {
@@ -61,12 +61,12 @@ impl Custody {
         }
     }
 
-    /// Returns true if the custody was given up.
+    /// Returns true after [`Self::release`].
     pub fn is_released(&self) -> bool {
         self.0.is_released.load(Ordering::SeqCst)
     }
 
-    /// Takes the custody back: QEMU itself has reported that it has no guest and never will.
+    /// Takes the custody back, after QEMU itself has reported that it has no guest and never will.
     fn take_back(&self) {
         self.0.is_released.store(false, Ordering::SeqCst);
     }
@@ -148,8 +148,7 @@ impl Started {
         self.errors.last()
     }
 
-    /// Leaves QEMU running for good and returns its location. Keeps its QMP socket for the operator if the command line has
-    /// none.
+    /// Leaves QEMU running, and returns its location. Keeps the QMP socket for the operator if QEMU's command line has none.
     pub fn leave(self) -> String {
         self.custody.release();
         if self.has_own_qmp {
@@ -179,7 +178,7 @@ impl Started {
     pub fn end(&mut self) -> io::Result<ExitStatus> {
         let deadline = Instant::now() + END;
         let pid = Pid::from_child(&self.child);
-        // It leads its own process group, with a QEMU that a wrapper has forked. A process that has ended ignores the signal.
+        // The process leads its own group, which includes a QEMU that a wrapper has forked.
         let _ = kill_process_group(pid, Signal::KILL);
         if self.child.try_wait()?.is_none() {
             let end = end_of_process(&self.child)?;
@@ -214,9 +213,9 @@ impl Drop for Started {
     }
 }
 
-/// Returns a path for the QMP socket of a QEMU that may outlive this command. QEMU removes its socket when it ends, but not
-/// the folder. So a folder is used only where the umask would let others connect. All QEMUs of this user share that folder. It
-/// is never removed, because another command may be about to use it.
+/// Returns a path for the QMP socket of a QEMU that may outlive this command. QEMU removes its socket when it ends, but would
+/// leave a folder behind. So the socket is in a folder only if the umask would let other users connect. All QEMUs of this user
+/// share that folder. It is never removed, because another command may be about to use it.
 fn place() -> Result<PathBuf, QemuError> {
     let name = format!("hotlift-{:016x}.qmp", fastrand::u64(..));
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -240,7 +239,7 @@ fn own_folder(place: &Path) -> io::Result<PathBuf> {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
-    // Another user may have created it before.
+    // Another user may have created the folder.
     let there = fs::symlink_metadata(&folder)?;
     if !there.is_dir() || there.uid() != user || there.mode() & 0o077 != 0 {
         let problem = format!("{} can be accessed by other users", folder.display());
@@ -258,14 +257,14 @@ fn names<'a>(command: &'a [OsString], name: &'a str) -> impl Iterator<Item = usi
     })
 }
 
-/// Returns true if the QEMU of a QMP connection was started with `-S`, and so runs a guest only after a `cont`. Uses `command`,
-/// if this process started it, or the command line of its process. `None`: unknown.
+/// Returns true if the QEMU of a QMP connection was started with `-S`, and so runs a guest only after a `cont`; `None` if
+/// unknown. Uses `command` if this process started QEMU, or the command line of QEMU's process.
 pub fn waits_for_cont(qemu: &mut Qemu, command: Option<&[OsString]>) -> Option<bool> {
     let line = qemu.client().peer().and_then(|pid| {
         let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
         let words = line.split(|byte| *byte == 0);
         let words: Vec<OsString> = words.map(|word| OsStr::from_bytes(word).into()).collect();
-        // A manager that created the socket for QEMU is not QEMU itself.
+        // The peer may be a manager that created the socket for QEMU, not QEMU itself.
         let is_qemu = names(&words, "incoming").next().is_some();
         is_qemu.then_some(words)
     });
@@ -273,7 +272,7 @@ pub fn waits_for_cont(qemu: &mut Qemu, command: Option<&[OsString]>) -> Option<b
     Some(names(words, "S").next().is_some())
 }
 
-/// Returns `command` with `-incoming defer`.
+/// Returns `command` with `-incoming defer` added.
 ///
 /// # Errors
 /// If the command line cannot be used for an incoming migration under this process's control.
@@ -296,7 +295,7 @@ pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, QemuError> {
     Ok(arguments)
 }
 
-/// Checks that the program of `command` exists and can be executed, with the search of its start.
+/// Checks that the program of `command` exists and can be executed; searches for it as at its start.
 ///
 /// # Errors
 /// If it does not exist, or is not executable.

@@ -11,21 +11,21 @@ use hotlift_terminal::progress::{Line, bytes, rounded, stalled, throttled};
 /// Number of rounds without a decrease of dirty pages after which this is reported.
 const ROUNDS_WITHOUT_GAIN: u32 = 3;
 
-/// A round gains if the guest dirties less than this share of the data sent during it. After ten such rounds the last is a
-/// third of the first.
+/// A round gains if the guest dirties less than this share of the data sent in it. Ten rounds with this share end at a third of
+/// the first.
 const GAIN: f64 = 0.9;
 
-/// Time without a sent byte after which this is reported, if no connection shows the reason: into a file, for example.
+/// Time without a sent byte after which this is reported, if no connection shows the reason: a file has none.
 const SILENCE: Duration = Duration::from_secs(10);
 
 /// Limit in seconds below which tenths are shown.
 const TENTHS: f64 = 1000.0;
 
-/// Effect of a silent host, for an operator.
+/// Causes and effect of a silent host, for an operator.
 const SILENT: &str = "the other host or the network path to it may be down, or the path drops full-size packets (check the \
                       MTU): the migration fails after 'silence-timeout', and the guest stays here; Ctrl-C ends it now";
 
-/// Effect of a host that does not read.
+/// Causes and effect of a host that does not read.
 const NOT_READING: &str = "the other host is up, but reads no data: its process, its QEMU or its disk may be stopped or slow; \
                            the migration waits; Ctrl-C ends it, and the guest stays here";
 
@@ -57,7 +57,7 @@ pub struct Watch {
     wire_rate: f64,
     /// Pages that QEMU has processed, including zero pages, which cause no data.
     settled: u64,
-    /// Time of the relay's clock at which the relay last sent data, or QEMU last processed pages.
+    /// Time since the relay's start at which it last sent data, or QEMU last processed pages.
     moved: Duration,
     is_save: bool,
     round: u64,
@@ -80,7 +80,7 @@ impl Watch {
         relay: RelayProgress,
         stall: Option<Stall>,
     ) -> Line {
-        // The relay reports at its own interval; the same report twice does not show a rate.
+        // The relay reports at its own interval: a report that was seen before has no new rate.
         let time = relay.elapsed.saturating_sub(self.relay.elapsed);
         if !time.is_zero() {
             let sent = relay.sent_bytes.saturating_sub(self.relay.sent_bytes);
@@ -111,7 +111,7 @@ impl Watch {
         let throttle = info.cpu_throttle_percentage.unwrap_or(0);
         let reason = self.stall_reason(&rates, throttle > 0);
         let silence = relay.elapsed.saturating_sub(self.moved);
-        // In postcopy the guest has left this host, and may request nothing.
+        // In postcopy the guest may request no pages for long, which is not a stall.
         let is_silent = stall.is_none() && silence >= SILENCE && info.status() == "active";
         let is_held_up = stall.is_some() || is_silent;
         let seconds_left = rates.seconds_left(ram.remaining).filter(|_| !is_held_up);
@@ -133,7 +133,7 @@ impl Watch {
             (status, Some(stall)) => format!("{status}, {stall}, "),
             (status, None) => format!("{status}{}, ", stalled(reason.is_some())),
         };
-        // The part up to the guest's rate fits into 80 columns.
+        // Up to the dirty rate this fits into 80 columns.
         let text = format!(
             "{state}round {}, {} to go, {left}wire {}/s, dirty {}/s{}, RAM {}/s of {}",
             self.round,

@@ -1,7 +1,7 @@
 //! The record of the settings that a command has changed in a QEMU, kept inside that QEMU.
 //!
-//! The record is an object that contains only text. So it exists exactly as long as the settings do, and every later command
-//! finds it, regardless of its user, container or host.
+//! The record is a QOM object of that QEMU, which contains only text. So it exists as long as the settings do, and every later
+//! command finds it, whatever user, container or host that command runs on.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ use serde_json::Value;
 /// Id of the object.
 const ID: &str = "hotlift-changed-settings";
 
-/// The settings that a command has changed, and the command.
+/// The settings that a command has changed, and the command's process.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Record {
     owner: Owner,
@@ -35,7 +35,7 @@ pub(crate) struct Change<T> {
 /// The process that changed the settings.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Owner {
-    /// Its kernel's boot id.
+    /// Boot id of its kernel.
     boot: String,
     /// Its pid namespace.
     namespace: String,
@@ -57,8 +57,8 @@ impl Owner {
         }
     }
 
-    /// Returns true if it is another process than `this`, and still runs. `start_of` returns the start time of a process. If
-    /// this host cannot see the process, only the state of the migration decides.
+    /// Returns true if the owner is another process than `this`, and still runs. `start_of` returns the start time of a
+    /// process. Returns false if this process cannot see the owner; then only the state of the migration shows if it is active.
     fn is_at_work(&self, this: &Self, start_of: impl Fn(u32) -> Option<u64>) -> bool {
         let is_seen = self.boot == this.boot && self.namespace == this.namespace;
         is_seen && self != this && self.start.is_some() && start_of(self.pid) == self.start
@@ -121,7 +121,7 @@ impl Record {
     /// QMP errors.
     pub fn remove(qemu: &mut Qemu) -> Result<(), QmpError> {
         match qemu.delete_object(ID) {
-            // The QEMU has no objects.
+            // This QEMU has no such object, or no objects at all.
             Err(QmpError::Command { .. }) if Self::of(qemu)?.is_none() => Ok(()),
             removed => removed,
         }

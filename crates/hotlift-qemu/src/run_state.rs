@@ -2,7 +2,7 @@
 
 use hotlift_qmp::RunState;
 
-/// State of a guest before it came to a QEMU.
+/// State of a guest at its source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PreviousState {
     /// Run state.
@@ -12,22 +12,23 @@ pub struct PreviousState {
     pub is_last: bool,
 }
 
-/// Judgement on a QEMU that has a guest.
+/// Result of [`check`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunStateCheck {
     /// The guest is in the expected state.
     Right,
-    /// QEMU does not run the guest and never ran it, though the guest ran before. (For example, it cannot lock a disk.)
+    /// QEMU does not run the guest and never ran it, though the guest ran at its source. (For example, QEMU cannot lock a
+    /// disk.)
     DoesNotRun,
-    /// The same, unless QEMU was started with `-S` or the guest was stopped before it came; neither is known.
+    /// The same, unless QEMU was started with `-S`, or the guest was stopped before the switchover: this is unknown.
     MayNotRun,
 }
 
-/// Judges the state `now` of a guest that was in state `before`. `has_run`: it has run in this QEMU. `waits`: this QEMU was
-/// started with `-S`; `None`: unknown.
+/// Checks the state `now` of a guest that was in state `before`. `has_run` is true if it has run in this QEMU, and `waits` if
+/// this QEMU was started with `-S` (`None` if unknown).
 ///
-/// A QEMU that cannot lock the disks leaves a guest that ran `paused` (before 10.0) or `inmigrate`. The guest itself causes all
-/// other states.
+/// A QEMU that cannot lock the disks leaves a guest in state `paused` (before 10.0) or `inmigrate`. All other states are caused
+/// by the guest itself.
 #[must_use]
 pub fn check(
     before: &PreviousState,

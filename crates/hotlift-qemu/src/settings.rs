@@ -41,8 +41,7 @@ pub fn for_relay(
     (CAPABILITIES.iter().filter_map(of_row).collect(), parameters)
 }
 
-/// Returns the settings of a QEMU that runs its guest before it has the pages. With `preempt`, requested pages have their own
-/// connection.
+/// Returns the settings of a QEMU for a lazy restore. With `preempt`, requested pages have their own connection.
 #[must_use]
 pub fn for_lazy_restore(preempt: bool) -> (Vec<(&'static str, bool)>, Map<String, Value>) {
     let (mut capabilities, parameters) = for_relay(Purpose::Restore, 0);
@@ -52,7 +51,7 @@ pub fn for_lazy_restore(preempt: bool) -> (Vec<(&'static str, bool)>, Map<String
     (capabilities, parameters)
 }
 
-/// Returns the capabilities that the other QEMU must have with the same value, as they are here.
+/// Returns the capabilities in `now` that must have the same value in the other QEMU.
 #[must_use]
 pub fn alike(now: Vec<(String, bool)>) -> Vec<(String, bool)> {
     let is_alike = |name: &str| {
@@ -90,7 +89,7 @@ pub fn check(qemu: &mut Qemu, side: Side, purpose: Purpose) -> Result<(), QemuEr
     capabilities::check_parameters(&now, default)
 }
 
-/// Restores the settings that an earlier command left changed in `qemu`, and reports it. No migration may be active. `ready`
+/// Restores the settings that an earlier command left changed in `qemu`, and logs this. No migration may be active. `ready`
 /// waits until QEMU accepts changes.
 ///
 /// # Errors
@@ -165,12 +164,12 @@ impl Changed {
         if !changed.is_empty() {
             changed.0.put(qemu)?;
         }
-        // This process knows which value it has set; only the record has all of them.
+        // The record in QEMU needs the values that may be set later; this process knows the value that it has set.
         for change in &mut changed.0.parameters {
             change.later.clear();
         }
         let is_new = |(name, set): &&(&str, bool)| !has.contains(&((*name).to_owned(), *set));
-        // This includes capabilities that this QEMU does not know: it refuses them by name if they must be on.
+        // Includes capabilities that this QEMU does not know: if one must be on, the error names it.
         let capabilities: Vec<_> = capabilities.iter().filter(is_new).copied().collect();
         let changes = changed.0.parameters.iter();
         let parameters = changes.map(|it| (it.name.clone(), it.set.clone()));
@@ -195,7 +194,7 @@ impl Changed {
         };
         let is_held = qemu.query_parameters()?.get(DOWNTIME_LIMIT) == Some(&change.set);
         if !is_held {
-            // The limit of no QEMU.
+            // No QEMU has this value, so it is not restored.
             change.set = Value::Null;
         }
         Ok(is_held)
@@ -268,7 +267,7 @@ impl Changed {
     }
 }
 
-/// Returns true if the parameter must be empty and this QEMU does not report it: then it is empty.
+/// Returns true if the parameter must be empty, and is: QEMU does not report an empty one.
 fn is_unset(now: Option<&Value>, wanted: &Value) -> bool {
     wanted == "" && now.is_none()
 }

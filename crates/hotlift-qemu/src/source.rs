@@ -18,17 +18,17 @@ use crate::settings::{self, Changed};
 use crate::vm::Vm;
 use hotlift_mem::lock;
 
-/// Timeout of the connection to the QMP socket of a running QEMU. The socket exists, unless its name is wrong.
+/// Timeout of the connection to the QMP socket of a running QEMU. It is short, since the socket of a running QEMU exists.
 const CONNECT: Duration = Duration::from_secs(2);
 
-/// Timeout of the end of a cancelled migration: QEMU's threads leave their sockets at once, but a busy host may delay them.
+/// Timeout for a cancelled migration to end: QEMU's threads stop at once, but a busy host may delay them.
 const END: Duration = Duration::from_secs(60);
 
 /// Reported for a migration that stays in state `cancelling`. QEMU up to 10.0 at least may wait forever for the thread of a
 /// multifd channel that was lost at a sync point.
 const NEVER_ENDS: &str = "QEMU at the source does not end its cancelled migration, and accepts no other until it is restarted";
 
-/// Time for the end of a migration's threads, if QEMU does not report it.
+/// Time for a migration's threads to end, if QEMU does not report them.
 const CLEAN_UP: Duration = Duration::from_millis(500);
 
 /// A running QEMU, shared by the threads of one command.
@@ -50,7 +50,7 @@ pub struct Settled {
     qmp: String,
 }
 
-/// Knowledge of the destination about the guest after a failed migration.
+/// The guest's state at the destination after a failed migration, as far as the destination knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DestinationKnowledge {
@@ -58,9 +58,9 @@ pub enum DestinationKnowledge {
     NotHere,
     /// The destination's QEMU has the guest.
     Here,
-    /// The destination's QEMU has the guest and does not run it, though it ran before.
+    /// The destination's QEMU has the guest and does not run it, though the guest ran at the source.
     Stopped,
-    /// Unknown.
+    /// The destination does not know, or does not answer.
     Unknown,
 }
 
@@ -85,7 +85,7 @@ enum GuestLocation {
     InDoubt,
 }
 
-/// Rejects a VM that QEMU does not migrate to any destination.
+/// Rejects a VM that QEMU cannot migrate, whatever the destination.
 fn check_blocked(migration: &MigrationInfo) -> Result<(), QemuError> {
     match migration.blocked_reasons.as_deref() {
         None | Some([]) => Ok(()),
@@ -118,7 +118,7 @@ impl Source {
         settings::restore_left(&mut qemu, Side::Source, |qemu| {
             wait_cleaned_up(&mut |ask| ask(qemu))
         })?;
-        // QEMU itself refuses only after the migration is set up.
+        // QEMU itself would refuse only after the migration is set up.
         if state.status == "postmigrate" {
             return Err(QemuError::LeftPaused {
                 qmp: address.to_string(),
@@ -221,7 +221,7 @@ impl Source {
         }
     }
 
-    /// Restores changed capabilities and parameters. A refusal is only logged; a QEMU that has ended needs nothing.
+    /// Restores changed capabilities and parameters. Errors are logged, unless QEMU has ended.
     pub fn restore_settings(&self) {
         let Some(changed) = self.changed().take() else {
             return;
@@ -268,8 +268,8 @@ impl Source {
         self.retrying(Qemu::cont)
     }
 
-    /// Returns how the guest has ended since this command connected, as a clause; `None` if it has not. QEMU reports it before
-    /// it closes a connection of its migration, and may keep a guest that has ended (`-no-shutdown`).
+    /// Returns how the guest has ended since this command connected, as a clause; `None` if it has not. QEMU sends the event
+    /// before it closes the connections of its migration, and keeps running with `-no-shutdown`.
     pub fn guest_end(&self) -> Option<String> {
         self.qemu().client().guest_events().end()
     }
@@ -279,7 +279,7 @@ impl Source {
         match self.poll() {
             Ok(info) if info.is_completed() => Ownership::Released,
             Ok(info) if info.has_failed() => Ownership::Kept,
-            // A QEMU that does not answer may still continue the guest.
+            // A QEMU that does not answer may continue the guest later.
             Ok(_) | Err(_) => Ownership::Unknown,
         }
     }
@@ -305,9 +305,9 @@ impl Source {
         }
     }
 
-    /// Settles a migration whose relay has ended with `error`: ensures that it has ended, and that the guest runs here again if
-    /// it ran before. Calls `at_destination` for the guest's location if QEMU has given it up and the relay reports that the
-    /// guest `may_run_there`.
+    /// Settles a migration whose relay has ended with `error`: ensures that the migration has ended, and that the guest runs
+    /// here again if it ran before. `at_destination` queries the destination. It is called only if QEMU has released the guest,
+    /// and the guest `may_run_there`.
     pub fn settle(
         &self,
         error: &MigrationError,
@@ -320,7 +320,7 @@ impl Source {
             false => DestinationKnowledge::NotHere,
         };
         let mut reasons = match error {
-            // The destination itself reports it, if it can be reached.
+            // Its own statement replaces this, if the destination can be reached (`into_error`).
             MigrationError::Destination { reason } => vec![format!("the destination: {reason}")],
             error => vec![error.chain()],
         };
@@ -363,7 +363,7 @@ impl Source {
             GuestLocation::Paused
         };
         let info = self.wait_end()?;
-        // QEMU itself continues a guest that it has not given up.
+        // QEMU itself continues a guest that it has not released.
         if !ran || (!info.is_completed() && self.wait_running()?) {
             return Ok(match info.is_completed().then(at_destination) {
                 None | Some(DestinationKnowledge::NotHere) => kept,
@@ -397,7 +397,8 @@ impl Source {
         })))
     }
 
-    /// Cancels an active migration and waits for its end. Returns one that does not end if the guest runs for certain.
+    /// Cancels an active migration and waits for its end. A cancelled migration that does not end is also returned, provided
+    /// that the guest runs.
     fn wait_end(&self) -> Result<MigrationInfo, QmpError> {
         let deadline = Instant::now() + END;
         self.retrying(Qemu::migrate_cancel)?;
@@ -407,7 +408,7 @@ impl Source {
                 return Ok(info);
             }
             if Instant::now() >= deadline {
-                // A QEMU that cancels does not stop the guest any more, even if its migration never ends.
+                // While it cancels, QEMU does not stop the guest any more, even if the migration never ends.
                 if info.status() == "cancelling" && self.retrying(Qemu::query_status)?.running {
                     return Ok(info);
                 }
@@ -446,12 +447,12 @@ impl Source {
     }
 }
 
-/// Runs the query on QEMU.
+/// Runs a query on QEMU, for [`wait_cleaned_up`].
 type QueryFn<'a> =
     dyn FnMut(&mut dyn FnMut(&mut Qemu) -> Result<(), QmpError>) -> Result<(), QmpError> + 'a;
 
-/// Waits until QEMU has freed the migration's resources. QEMU reports the end some moments before, and then follows the current
-/// capabilities: if multifd is switched off in between, it keeps channels and uses them after their end.
+/// Waits until QEMU has freed the migration's resources, so that the capabilities can be changed. QEMU reports the end some
+/// moments before. If multifd is switched off in between, QEMU does not free its channels, and uses them after their end.
 fn wait_cleaned_up(asks: &mut QueryFn<'_>) -> Result<(), QmpError> {
     let deadline = Instant::now() + END;
     loop {
@@ -480,7 +481,7 @@ impl Settled {
     /// Reports where the guest is, and returns the error that ends the command; `theirs` is the other side's statement.
     pub fn into_error(mut self, theirs: Option<String>, interrupted: bool) -> QemuError {
         if let Some(theirs) = theirs {
-            // The relays' final messages contain a part of it.
+            // A relay's final message may have been the beginning of it.
             self.reasons.retain(|reason| !theirs.starts_with(reason));
             self.reasons.push(theirs);
         }

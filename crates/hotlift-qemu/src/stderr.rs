@@ -1,4 +1,5 @@
-//! Standard output and standard error of a QEMU that was started here: shown, and its errors kept for the source's host.
+//! Standard output and standard error of a QEMU that this process has started: shown, and its errors kept for messages to the
+//! source.
 
 use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, PipeReader, Read};
@@ -18,13 +19,13 @@ use hotlift_mem::lock;
 /// Standard error of this process, as a path.
 const STDERR: &str = "/proc/self/fd/2";
 
-/// Timeout of the remaining output of a QEMU that has ended.
+/// Longest wait for the remaining output of a QEMU that has ended.
 const DRAIN: Duration = Duration::from_secs(1);
 
 /// Maximum length of a line of QEMU's output; a longer one is split.
 const LINE: u64 = 4096;
 
-/// Number of kept errors, the last ones. QEMU prints one for each step that it aborts.
+/// Number of errors that are kept, the last ones: QEMU prints one for each step that it aborts.
 const KEPT: usize = 4;
 
 /// Output streams of a QEMU, and their capture.
@@ -40,22 +41,22 @@ pub struct ErrorOutput(Captured);
 
 #[derive(Debug)]
 enum Captured {
-    /// Passed on while this command runs, and lost after that.
+    /// Forwarded to this command's stderr while the command runs, and lost after that.
     PassedOn {
         errors: Arc<Mutex<Errors>>,
-        /// Disconnects when everything was passed on.
+        /// Disconnects when everything was forwarded.
         is_done: Receiver<()>,
     },
-    /// Written to this command's error file.
+    /// Written by QEMU to the file that is this command's stderr.
     Logged(Arc<LogFile>),
     /// Not captured.
     Nothing,
 }
 
 impl Streams {
-    /// Creates the streams. If this command's stderr is a file, QEMU gets it and may keep it. The reader of a pipe waits for
-    /// its last writer, which would be a QEMU that keeps running; so output to a pipe is passed on. On a terminal only
-    /// stderr is passed on.
+    /// Creates the streams. If this command's stderr is a file, QEMU writes to it, even after this command. If it is a pipe or
+    /// a socket, this command forwards QEMU's output: a pipe's reader waits for its last writer, which would be QEMU. On a
+    /// terminal only stderr is forwarded.
     pub fn make() -> io::Result<Self> {
         let kind = fstat(io::stderr()).map(|status| FileType::from_raw_mode(status.st_mode));
         if let Ok(FileType::RegularFile) = kind {
@@ -77,11 +78,11 @@ impl Streams {
         })
     }
 
-    /// Uses this command's error file.
+    /// Creates streams into the file that is this command's stderr.
     fn logged() -> io::Result<Self> {
         let log = LogFile::open(Path::new(STDERR))?;
         let (stdout, stderr) = (log.for_qemu()?, log.for_qemu()?);
-        // QEMU's position differs from this command's, which would overwrite QEMU's lines.
+        // QEMU's open file has its own position: without O_APPEND this command would overwrite QEMU's lines.
         let flags = fcntl_getfl(io::stderr())?;
         fcntl_setfl(io::stderr(), flags | OFlags::APPEND)?;
         Ok(Self {
@@ -93,7 +94,7 @@ impl Streams {
 }
 
 impl ErrorOutput {
-    /// Waits briefly until the output of a QEMU that has ended was passed on.
+    /// Waits up to a second until the output of a QEMU that has ended was forwarded.
     pub fn finish(&self) {
         if let Captured::PassedOn { is_done, .. } = &self.0 {
             let _ = is_done.recv_timeout(DRAIN);
@@ -123,7 +124,7 @@ impl ErrorOutput {
 struct Errors(VecDeque<String>);
 
 impl Errors {
-    /// Keeps a line that is an error: a time stamp with `-msg timestamp=on`, QEMU's name, a colon, and no warning.
+    /// Keeps `line` if it is an error: with `-msg timestamp=on` a time stamp, then QEMU's name, a colon, and no warning.
     fn take(&mut self, line: &str) {
         let Some((name, message)) = without_timestamp(line).split_once(": ") else {
             return;

@@ -11,7 +11,7 @@ pub const MESSAGE_MAX: usize = 128 << 10;
 /// Longest description in a save file, in bytes of JSON: half of the header's limit.
 pub const FILE_MAX: usize = 32 << 10;
 
-/// A VM, as far as both ends compare it; `None` where QEMU does not report the value.
+/// Properties of a VM that both ends compare; `None` where QEMU does not report the value.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct Vm {
@@ -25,7 +25,7 @@ pub struct Vm {
     pub vcpus: Option<usize>,
     /// Maximum number of vCPUs.
     pub possible_vcpus: Option<usize>,
-    /// The stream has state of each possible vCPU; `None`: the machine has no ACPI device for it.
+    /// True if the stream has state of each possible vCPU; `None` if the machine has no ACPI device for it.
     pub has_cpu_hotplug_state: Option<bool>,
     /// CPU model.
     pub cpu_model: Option<String>,
@@ -48,7 +48,7 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Reads the VM of `qemu`. Copies values that need no second read from `other`, to which it will be compared.
+    /// Reads the VM of `qemu`. Values that are slow to read are copied from `other`, if it is known to have the same ones.
     ///
     /// # Errors
     /// QMP errors.
