@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 pub struct CommandInfo {
     /// Name.
     pub name: &'static str,
-    /// Arguments; `None` for the table of options, which check themselves.
+    /// Arguments; `None` if they are options, which the table of options checks.
     pub arguments: Option<&'static [Member]>,
     /// Type of the answer; `None` for an empty object.
     pub returns: Option<Type>,

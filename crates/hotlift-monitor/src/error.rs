@@ -12,7 +12,7 @@ pub enum MonitorError {
     /// An error that several commands share.
     #[error(transparent)]
     Terminal(#[from] TerminalError),
-    /// A command was refused that runs at the start of the process.
+    /// A command that the process itself runs at its start was refused.
     #[error(transparent)]
     Refused(#[from] Refusal),
     /// A socket for clients cannot be served.
@@ -24,7 +24,7 @@ pub enum MonitorError {
         #[source]
         source: io::Error,
     },
-    /// Other hosts can reach a TCP socket.
+    /// Other hosts can reach the TCP socket, which is not allowed without `from_other_hosts`.
     #[error("cannot serve {address}: other hosts reach {reached}, and there is no authentication")]
     OtherHosts {
         /// Address of the socket.
@@ -32,7 +32,7 @@ pub enum MonitorError {
         /// The first resolved address that is not a loopback address.
         reached: IpAddr,
     },
-    /// An incoming migration has failed that must end the process on failure.
+    /// An incoming migration that must end the process on failure has failed.
     #[error("the guest did not arrive: {reason}")]
     Incoming {
         /// Reason, in one line.

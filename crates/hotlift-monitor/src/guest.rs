@@ -38,10 +38,10 @@ struct Machine {
 
 struct State {
     run: RunState,
-    /// `-incoming` was given, and is not used yet.
+    /// True if the process was started to wait for a guest, and no incoming migration has begun.
     may_come_in: bool,
     was_incoming: bool,
-    /// Unknown on this host: the destination may or may not run the guest.
+    /// True if the destination may or may not run the guest: this is unknown here.
     in_doubt: bool,
     migration: Option<Migration>,
     thread: Option<JoinHandle<()>>,
@@ -50,15 +50,15 @@ struct State {
 /// The latest migration.
 struct Migration {
     control: Control,
-    /// Status shown to clients; the control's is ahead of its figures.
+    /// Status shown to clients. The control's status may change before its figures do.
     shown: Status,
     started: Instant,
-    /// Latest progress; before the first report nothing is done.
+    /// Latest progress; before the first report that of [`query_migrate::not_begun`].
     progress: Progress,
     outcome: Option<Outcome>,
-    /// Address for a source; before listening the requested address.
+    /// Address for a source; until this side listens, the requested address. `None` for an outgoing migration.
     listens_at: Option<Address>,
-    /// For a source with `compress`.
+    /// Statistics of `compress`, for a source with that capability.
     compression: Option<query_migrate::Compression>,
 }
 
@@ -97,7 +97,7 @@ impl State {
     }
 }
 
-/// States in which the destination owns the guest, and needs pages of this side.
+/// States in which the destination owns the guest, and needs pages from this side.
 const IN_POSTCOPY: [Status; 3] = [
     Status::PostcopyActive,
     Status::PostcopyPaused,
@@ -196,7 +196,7 @@ impl GuestMonitor {
             state.thread.take()
         };
         if let Some(thread) = thread {
-            // The thread itself has reported a panic.
+            // Fails only if the thread has panicked, which was reported.
             let _ = thread.join();
         }
     }
@@ -232,7 +232,7 @@ impl GuestMonitor {
         let thread = thread::Builder::new()
             .name("migration".to_owned())
             .spawn(move || {
-                // A panic is reported where it happens; the machine must not wait for its end.
+                // The panic itself is already reported; here the migration is marked as ended.
                 match catch_unwind(AssertUnwindSafe(|| work(&machine, &control))) {
                     Ok(outcome) => machine.ended(outcome),
                     Err(_) => machine.panicked(),
@@ -365,7 +365,7 @@ impl GuestMonitor {
         running.map(|()| at)
     }
 
-    /// Listens again, for a source that has the pages which the guest waits for.
+    /// Listens again for the source, which has the pages that the guest waits for.
     fn recover(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
         let control = {
             let state = self.0.lock();
@@ -421,7 +421,7 @@ impl GuestMonitor {
     fn cancel(&self) -> Value {
         let mut state = self.0.lock();
         let outgoing = state.running().filter(|one| one.listens_at.is_none());
-        // A guest that runs at the destination needs data of this host; an operator who abandons it must pause it first.
+        // A guest that runs at the destination needs its remaining pages: a cancel takes effect only after 'migrate-pause'.
         let is_needed = |one: &&Migration| {
             let status = one.control.status();
             IN_POSTCOPY.contains(&status) && status != Status::PostcopyPaused
@@ -429,7 +429,7 @@ impl GuestMonitor {
         let outgoing = outgoing.filter(|one| !is_needed(one));
         if let Some(migration) = outgoing {
             migration.control.cancel();
-            // Unless the guest no longer exists.
+            // The engine does not cancel if the guest has already left this host.
             let status = migration.control.status();
             if matches!(status, Status::Cancelling | Status::None) {
                 self.0.show(&mut state, Status::Cancelling);
@@ -605,7 +605,7 @@ impl Machine {
         blocks.map(|block| block.len() as u64).sum()
     }
 
-    /// Shows a state to clients, if it is new to them.
+    /// Sets the status that clients see, and sends its event if it is new.
     fn show(&self, state: &mut State, status: Status) {
         let Some(migration) = &mut state.migration else {
             return;
@@ -623,11 +623,11 @@ impl Machine {
         }
     }
 
-    /// Handles an event of the engine; the order is that of the events.
+    /// Handles an event of the engine. Events arrive in their order.
     fn happened(&self, event: MigrationEvent) {
         let mut state = self.lock();
         match event {
-            // `ended` shows these with their figures.
+            // `ended` shows these states, together with the final figures.
             MigrationEvent::Status(
                 Status::None | Status::Completed | Status::Failed | Status::Cancelled,
             ) => {}
@@ -647,9 +647,9 @@ impl Machine {
         }
     }
 
-    /// Records that the migration no longer stops the guest.
+    /// Handles the end of the migration's stop of the guest: runs the guest, unless the operator has stopped it.
     fn resumed(&self, state: &mut State) {
-        // A `stop` or `cont` during the guest's arrival was only recorded.
+        // A `stop` or `cont` while the guest arrived was only recorded, and takes effect now.
         let by_operator = self.guest.is_stopped_by_operator();
         let done = match by_operator {
             true => self.guest.stop(true),
@@ -703,7 +703,7 @@ impl Machine {
     }
 
     fn finish(&self, state: &mut State, outcome: Outcome, status: Status) {
-        // It is in doubt, or could not be returned.
+        // The migration has left the guest stopped: it is in doubt, or could not be continued.
         if state.run == RunState::FinishMigrate {
             self.guest.leave_to_operator();
             state.run = RunState::Paused;

@@ -1,4 +1,4 @@
-//! Commands that need only the tables; every monitor answers them identically.
+//! Commands that need only the tables of commands and options. Every monitor answers them in the same way.
 
 use hotlift_qmp::qapi::to_value;
 use hotlift_qmp::server::{Commands, Refusal};
@@ -20,7 +20,7 @@ pub fn version() -> Value {
     })
 }
 
-/// Runs `command` for the monitor `commands`. `has` returns true for commands of this monitor.
+/// Executes `command` for the monitor `commands`. `has` returns true for the names of that monitor's commands.
 pub fn execute(
     commands: &dyn Commands,
     command: &str,

@@ -34,8 +34,8 @@ impl Compression {
         })
     }
 
-    /// Returns the statistics. `main` are the bytes of the main channel. It also carries some hundred bytes for each round and
-    /// the devices' state, which count as compressed here.
+    /// Returns the statistics. `main` is the number of bytes of the main channel. This includes some hundred bytes for each
+    /// round, and the devices' state, which count as compressed pages here.
     fn stats(self, main: u64, pages: Pages) -> CompressionStats {
         /// Bytes before the content of a page, and bytes of a zero page (`RAM_SAVE_FLAG_CONTINUE`).
         const HEADER: u64 = 8;
@@ -119,7 +119,7 @@ pub fn not_begun(total_bytes: u64) -> Progress {
     }
 }
 
-/// Adds the host that holds up the migration.
+/// Adds `stall`, the host that holds up the migration, to an answer.
 pub fn with_stall(info: MigrationInfo, stall: Option<Stall>) -> MigrationInfo {
     MigrationInfo {
         stall: stall.map(|stall| stall.to_string()),
@@ -313,7 +313,7 @@ fn xbzrle_cache(xbzrle: &XbzrleFigures) -> XbzrleCacheStats {
     }
 }
 
-/// Returns the jobs, only for methods and modes that use accelerators.
+/// Returns the jobs of accelerators; `None` if the method or mode does not use them.
 fn accelerator_jobs(jobs: &JobFigures) -> Option<AcceleratorJobs> {
     (*jobs != JobFigures::default()).then(|| AcceleratorJobs {
         hardware: jobs.hardware,

@@ -1,4 +1,4 @@
-//! Commands of a relay's monitor: a relay has no guest, so it can only be watched, paced and cancelled.
+//! Commands of a relay's monitor. A relay has no guest: its clients can query it, limit its bandwidth and cancel its migration.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -51,7 +51,7 @@ struct Relay {
 
 #[derive(Default)]
 struct State {
-    /// A client has set a bandwidth.
+    /// True if a client has set parameters, which then also apply to later migrations.
     was_changed: bool,
     asked_to_quit: bool,
     migration: Option<Migration>,
@@ -66,7 +66,7 @@ struct Migration {
 }
 
 impl RelayMonitor {
-    /// Creates a monitor of a relay with `options` on its outgoing side, which ends when `interrupt` is raised.
+    /// Creates the monitor of a relay whose outgoing side has `options`. A client's `quit` raises `interrupt`.
     pub fn new(options: Options, events: Events, interrupt: &Interrupt) -> Self {
         Self(Arc::new(Relay {
             settings: Settings::as_given(options),

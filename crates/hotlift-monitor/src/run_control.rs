@@ -1,7 +1,7 @@
 //! Run control: both the operator (`stop`, `cont`) and the migration stop and continue a guest.
 //!
-//! The guest runs if neither has stopped it. A guest that its operator has stopped arrives stopped, as in QEMU: the device
-//! `globalstate` carries the run state.
+//! The guest runs if neither has stopped it. If the operator has stopped it, it is also stopped at the destination, as in QEMU:
+//! the section of the device `globalstate` has the run state.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -44,7 +44,7 @@ impl RunState {
     }
 }
 
-/// Name of the device section.
+/// Name of the device whose section has the run state.
 const GLOBALSTATE: &str = "globalstate";
 
 /// Longest name of a run state in the section (`RunState` of QEMU's `GlobalState`).
@@ -100,7 +100,7 @@ impl RunControl {
         Ok(())
     }
 
-    /// Keeps the guest stopped after a migration: only the operator can know if it may run.
+    /// Keeps the guest stopped after a migration, until the operator's `cont`: only the operator can know if it may run.
     pub fn leave_to_operator(&self) {
         *self.lock() = StoppedBy {
             operator: true,

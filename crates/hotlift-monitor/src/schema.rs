@@ -12,7 +12,8 @@ use serde_json::{Value, json};
 use crate::command_table::{COMMANDS, CommandInfo};
 use crate::run_control::RunState;
 
-/// Objects that are arguments, or data of events. Answers come from their types, options from their table.
+/// Objects that are arguments, or data of events. Those of answers come from hotlift-qmp's types, those of options from their
+/// table.
 static OBJECTS: &[Object] = &[
     object("Empty", &[]),
     object(
@@ -54,7 +55,7 @@ const fn object(name: &'static str, members: &'static [Member]) -> Object {
     Object { name, members }
 }
 
-/// Enumerations that belong to no option.
+/// Enumerations that are not the values of an option.
 static ENUMS: &[(&str, &[&str])] = &[
     ("MigrationChannelType", &["main"]),
     ("MigrationAddressType", &["socket"]),

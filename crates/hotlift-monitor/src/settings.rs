@@ -22,13 +22,13 @@ static CAPABILITY: &[Member] = &[needed("capability", Type::Str), needed("state"
 pub struct Settings(Mutex<Options>);
 
 impl Settings {
-    /// Takes the options of the command line; a capability that is not named there is off, as in QEMU.
+    /// Creates settings from the options of the command line. Multifd is off if they do not name it, as in QEMU.
     pub fn new(mut options: Options) -> Self {
         options.stream.multifd.get_or_insert(false);
         Self::as_given(options)
     }
 
-    /// Takes the options of the command line unchanged.
+    /// Creates settings from the unchanged options of the command line.
     pub fn as_given(options: Options) -> Self {
         Self(Mutex::new(options))
     }
@@ -37,7 +37,7 @@ impl Settings {
         lock(&self.0)
     }
 
-    /// Returns the options for a migration. QEMU ignores parameters of multifd while that is off.
+    /// Returns the options for a migration. Without multifd its parameters are reset, since QEMU ignores them then.
     pub fn for_migration(&self) -> Options {
         let mut options = self.lock().clone();
         if !options.stream.multifd() {
@@ -47,7 +47,7 @@ impl Settings {
         options
     }
 
-    /// Returns true if states are sent as events.
+    /// Returns true if migration events are sent (capability `events`).
     pub fn has_events(&self) -> bool {
         self.lock().events
     }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use crate::error::MonitorError;
 use hotlift_mem::lock;
 
-/// Asks the process to end: a client's `quit`, or a fatal failure. Clones share the request.
+/// A request to end the process, made by a client's `quit` or a fatal failure. Clones share the request.
 #[derive(Debug, Clone, Default)]
 pub struct ShutdownRequest(Arc<Mutex<Option<Result<(), MonitorError>>>>);
 
@@ -16,7 +16,7 @@ impl ShutdownRequest {
         made.get_or_insert(outcome);
     }
 
-    /// Takes the final outcome once it was requested; returned once.
+    /// Takes the outcome of the request, if it was made; returns it only once.
     #[must_use]
     pub fn take(&self) -> Option<Result<(), MonitorError>> {
         lock(&self.0).take()

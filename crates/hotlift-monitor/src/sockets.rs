@@ -152,7 +152,7 @@ impl Sockets {
         };
         let place = address.to_string();
         let serve = move |socket| match serve(socket) {
-            // Logged in any case: a browser that connects here was directed by someone.
+            // Always logged: a web page may be trying to reach this socket through a browser.
             Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                 let _ = writeln!(io::stderr(), "hotlift: a client of {place}: {error}");
             }

@@ -17,7 +17,7 @@ use run::Answer;
 pub use session::serve_client;
 pub use terminal::{TerminalSettings, serve_terminal};
 
-/// Runs one line and returns its output, as `human-monitor-command` does: never waits.
+/// Runs one line and returns its output, as `human-monitor-command` does: does not wait for a migration.
 pub fn run_line(commands: &dyn Commands, line: &str) -> String {
     let text = match run::run(commands, line) {
         Answer::Text(text) => text,

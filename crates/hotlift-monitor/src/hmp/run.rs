@@ -13,7 +13,7 @@ use super::table::{COMMANDS, HmpCommand, INFO, find};
 pub enum Answer {
     /// Text to print.
     Text(String),
-    /// A migration was started; its end must be waited for.
+    /// A migration was started; the session must wait for its end.
     Started,
     /// The process is about to end.
     Quit,
@@ -71,7 +71,7 @@ fn run_words(commands: &dyn Commands, mut words: Words<'_>) -> Result<Answer, Li
                 Answer::Started
             });
         }
-        // An interactive process must not end because of one wrong URI.
+        // By default a failure, such as a wrong URI, would end the process.
         "migrate_incoming" => json!({"uri": arguments.word()?, "exit-on-error": false}),
         "migrate_recover" => json!({"uri": arguments.word()?}),
         "migrate_continue" => {
@@ -210,7 +210,7 @@ fn parameter(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<J
             let value = row
                 .typed(&text)
                 .map_err(|refusal| LineError::Refused(refusal.to_string()))?;
-            // An older name is passed on unchanged: it may set more than one parameter.
+            // An older name is sent unchanged: it may set more than one parameter.
             let older = OLDER_NAMES.iter().find(|older| older.name == dashed);
             let key = older.map_or_else(|| row.qmp_name().into_owned(), |_| dashed);
             (key, value)
@@ -286,7 +286,7 @@ fn list(table: &[HmpCommand], prefix: &str) -> String {
     lines.collect()
 }
 
-/// Formats a line of help for an option: values, unit, and if it may change during a migration.
+/// Formats a line of help for an option: values, unit, and a note if it may change during a migration.
 fn describe(row: &OptionInfo) -> String {
     let unit = if row.is_bandwidth() {
         ", MiB/s without a suffix"

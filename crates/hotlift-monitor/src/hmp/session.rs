@@ -14,7 +14,7 @@ use super::show;
 /// QEMU's prompt, which scripts wait for.
 pub const PROMPT: &str = "(qemu) ";
 
-/// QEMU's own limit (`READLINE_CMD_BUF_SIZE`).
+/// Longest line, in bytes; QEMU's own limit (`READLINE_CMD_BUF_SIZE`).
 pub const MAX_LINE: usize = 4095;
 
 /// Poll interval of a migration that a client waits for.
@@ -26,7 +26,7 @@ const PROGRESS: Duration = Duration::from_secs(1);
 /// Timeout of a write to a client.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Poll interval of a silent client; it is never disconnected.
+/// Time limit of one wait for a line; a silent client is never disconnected.
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// Returns the first line of every session.
@@ -99,8 +99,8 @@ impl Client {
     }
 }
 
-/// Waits for the end of a migration, and returns the final output. Calls `between_polls` between polls, which blocks for a
-/// while and may end the wait.
+/// Waits for the end of a migration, and returns the final output. Between polls it calls `between_polls`, which blocks for a
+/// while, and whose error ends the wait.
 ///
 /// # Errors
 /// Errors of `between_polls`; the migration continues.

@@ -25,7 +25,7 @@ struct Row {
     /// JSON pointer to the member of `query-migrate`.
     member: &'static str,
     shown: MemberFormat,
-    /// True if 0 is shown.
+    /// True if the line is shown even for 0.
     zero: bool,
 }
 
@@ -245,8 +245,8 @@ impl Row {
     }
 }
 
-/// Formats `info migrate`. The first line is from QEMU before 2.12, as documents of that time show it; the `globals` that QEMU
-/// now prints there belong to machine types.
+/// Formats `info migrate`. The first line, the capabilities, is from QEMU before 2.12; newer ones print `globals` of machine
+/// types in its place.
 pub fn migration(info: &Json, capabilities: &Json, all: bool) -> String {
     let mut text = String::from("Capabilities:");
     for (name, state) in states(capabilities) {

@@ -1,5 +1,5 @@
-//! The monitor on standard input and output: a terminal or a script's pipe. It has its own thread, and writes directly: a
-//! failed write ends the monitor, and nothing else.
+//! The monitor on standard input and output: a terminal or a script's pipe. It has its own thread, and a failed write ends only
+//! the monitor.
 
 use std::io::{self, BufRead, IsTerminal, Read, Write};
 use std::time::Instant;
@@ -28,8 +28,8 @@ const TERMINAL_PROMPT: &str = "(hotlift) ";
 /// Byte of Ctrl-C from a terminal that does not turn it into a signal.
 const CTRL_C: u8 = 3;
 
-/// Settings of a terminal, restored on drop. A thread that edits a line changes the mode, and may not finish when the process
-/// ends.
+/// Settings of a terminal, restored on drop. The thread that edits a line changes them, and may not restore them before the
+/// process ends.
 pub struct TerminalSettings(Option<Termios>);
 
 impl TerminalSettings {
@@ -84,7 +84,7 @@ pub fn serve_terminal(commands: &dyn Commands) -> io::Result<()> {
     }
 }
 
-/// Returns true if the terminal was closed, which reads like Ctrl-D, and continues to.
+/// Returns true if the terminal was closed. A read cannot distinguish this from Ctrl-D.
 fn is_closed() -> io::Result<bool> {
     let mut input = [PollFd::from_borrowed_fd(stdin(), PollFlags::IN)];
     match poll(&mut input, Some(&Timespec::default())) {
@@ -107,7 +107,7 @@ fn other(error: ReadlineError) -> io::Error {
 fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
     let settings = TerminalSettings::keep();
     if let Some(before) = &settings.0 {
-        // Signals are disabled: the process uses them otherwise.
+        // The terminal must not turn Ctrl-C into a signal: that would end the process.
         let mut keys = before.clone();
         keys.local_modes -= LocalModes::ISIG | LocalModes::ICANON | LocalModes::ECHO;
         tcsetattr(stdin(), OptionalActions::Now, &keys)?;
@@ -117,7 +117,7 @@ fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
         write!(io::stdout(), "{line}")?;
         io::stdout().flush()?;
         if ctrl_c()? {
-            // It may have ended in the meantime, which the next poll shows.
+            // Fails if the migration has ended in the meantime, which the next poll shows.
             let _ = commands.execute("migrate_cancel", &Json::Null);
         }
         Ok(())
