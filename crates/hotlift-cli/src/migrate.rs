@@ -86,9 +86,9 @@ pub struct MigrateArgs {
     )]
     downtime_ramp: OnOff,
     #[command(flatten)]
-    libvirt: DomainArgs,
-    #[command(flatten)]
     output: OutputArgs,
+    #[command(flatten)]
+    libvirt: DomainArgs,
     #[command(flatten)]
     migration: RoleArgs<role::Migrate>,
 }
