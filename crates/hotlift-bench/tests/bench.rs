@@ -204,7 +204,7 @@ fn help_has_every_flag_and_the_manual_page_and_completions_too() {
     assert!(status.success() && output.is_empty(), "{output:?}");
     let flags = long.iter().filter_map(|line| {
         let flag = line.trim_start().strip_prefix("--")?;
-        flag.split([' ', '[']).next()
+        flag.split([' ', '[', ',']).next()
     });
     let flags: Vec<&str> = flags.collect();
     assert!(flags.len() > 20 && !flags.contains(&"manual"), "{flags:?}");
