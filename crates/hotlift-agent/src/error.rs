@@ -24,7 +24,9 @@ pub enum AgentError {
     #[error("invalid configuration")]
     Config(#[from] ConfigError),
     /// Missing or unusable certificates.
-    #[error("the agent needs certificates ('hotlift certs' makes them; key 'tls')")]
+    #[error(
+        "the agent needs certificates ('hotlift certs' makes them; 'tls' in the configuration names their folder)"
+    )]
     Tls(#[source] Box<TlsSetupError>),
     /// Certificates that other agents reject, or that make this agent reject others.
     #[error(
@@ -160,8 +162,8 @@ pub enum CarryError {
     },
     /// The connection to the agent failed, and an agent may exist: the error does not exclude it, or `peers` names one.
     #[error(
-        "cannot reach the agent for {to}, and a migration without it would be unencrypted (check its host, this host's limits \
-         and routes, and [peers])"
+        "cannot reach the agent for {to}, and a migration without it would be unencrypted (check its host, this host's routes \
+         and limit of open files, and [peers])"
     )]
     AgentUnreached {
         /// Destination of the migration.

@@ -180,7 +180,7 @@ fn best_schedule(starts: &[f64], runs: &[&Completed]) -> Option<f64> {
     Some(totals.fold(f64::INFINITY, f64::min))
 }
 
-/// Returns the share of its pages that `run` had settled at `ms`.
+/// Returns the share of its pages that `run` had settled (sent with content or as zero) `ms` milliseconds after its start.
 fn settled(run: &Completed, ms: f64) -> f64 {
     let all = (run.source.normal_pages + run.source.zero_pages) as f64;
     let (mut at, mut pages) = (0.0, 0.0);

@@ -11,7 +11,7 @@ pub struct GuardArgs {
     /// QMP socket of the QEMU
     #[arg(long, value_name = "ADDRESS")]
     qmp: QmpAddress,
-    /// Folder of the command
+    /// Folder of the command that started the QEMU; it is removed when that command has ended
     #[arg(long, value_name = "PATH")]
     folder: PathBuf,
 }

@@ -156,7 +156,7 @@ enum Command {
     /// codes as of 'serve'.
     #[command(verbatim_doc_comment)]
     Restore(restore::RestoreArgs),
-    /// Show the content of a save file: machine, RAM, devices, size by method
+    /// Show the content of a save file: machine, RAM, devices, and the pages and bytes stored by each compression method
     ///
     ///   hotlift show vm.save --verify
     #[command(verbatim_doc_comment)]

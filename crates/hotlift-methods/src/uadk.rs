@@ -16,11 +16,11 @@ const NAME: &str = "uadk";
 /// Device that serves the method.
 pub(crate) const DEVICE: &str = "HiSilicon ZIP";
 
-/// Passes a page through a device of each direction, a test that they must pass before use.
+/// Tests a device of each direction before use: one compresses a page, the other decompresses the result.
 ///
 /// # Errors
 ///
-/// The incorrect result.
+/// If a device cannot be opened, fails, or returns a wrong result.
 pub fn trial(open: fn(Direction) -> Result<Box<dyn PageDevice>, String>) -> Result<(), String> {
     pagewise::trial(Wrapper::Zlib, open)
 }

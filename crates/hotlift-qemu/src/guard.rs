@@ -67,8 +67,7 @@ impl Drop for Guard {
 }
 
 /// Runs the guard's process: waits until its parent dismisses it or dies, and in the latter case ends the QEMU at `qmp`.
-/// Removes
-/// `folder` once the parent has ended.
+/// Removes `folder` once the parent has ended.
 pub fn run(qmp: &QmpAddress, folder: &Path) {
     let mut word = [0; 1];
     if matches!(io::stdin().read(&mut word), Ok(0)) {

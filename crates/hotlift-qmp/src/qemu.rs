@@ -290,8 +290,8 @@ impl Qemu {
         self.ask("query-migrate", &Value::Null)
     }
 
-    /// Executes `query-migrationthreads`: returns the names of the remaining threads of an outgoing migration; `None` from QEMU
-    /// before 8.0 or 11.1, which do not know the command.
+    /// Executes `query-migrationthreads`: returns the names of the threads that an outgoing migration still has; `None` if this
+    /// QEMU does not know the command (versions before 8.0, and 11.1).
     ///
     /// # Errors
     /// As [`Client::execute`].

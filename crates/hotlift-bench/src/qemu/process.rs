@@ -438,7 +438,7 @@ fn command_line(start: &Start<'_>, folder: &Path) -> io::Result<Vec<String>> {
     Ok(words)
 }
 
-/// Uses the last message of a QEMU that has ended as the error.
+/// Returns the error for a QEMU without an answer: if it has ended, the last line of its standard error, or its exit status.
 fn explain(error: NoAnswer, process: &ChildProcess) -> BenchError {
     match error {
         NoAnswer::Ended(status) => match process.last_line() {

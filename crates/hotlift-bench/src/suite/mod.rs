@@ -150,7 +150,7 @@ impl Suite {
     /// Returns a cell for every row that this host can try, for a guest like `base`.
     ///
     /// # Errors
-    /// If the options of `--with` conflict.
+    /// If the rows set an option of `--with` themselves, if such an option has no effect in a row, or if options conflict.
     pub fn cells(&self, base: &GuestArgs, matrix: &MatrixArgs) -> Result<Vec<Cell>, BenchError> {
         if let Some(option) = matrix.with_names().find(|name| self.sets(name)) {
             return Err(self.sets_itself(&format!("--with {option}"), option));

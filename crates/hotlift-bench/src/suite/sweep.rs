@@ -98,7 +98,7 @@ impl Sweep {
     /// Returns a cell for every combination that can be tried here, for a guest like `base`; and the others with the reasons.
     ///
     /// # Errors
-    /// If the options of `--with` conflict.
+    /// If options conflict, or an option of `--with` has no effect in any combination.
     pub fn cells(
         &self,
         base: &GuestArgs,

@@ -58,7 +58,7 @@ pub struct DomainArgs {
     /// this host's agent]
     #[arg(long, value_name = "URI", requires = "domain", value_parser = Address::of_peer)]
     agent: Option<Address>,
-    /// Range of loopback ports, of which both QEMUs use one; the destination's agent must allow it [default: 49152-49215, or
+    /// Range of loopback ports: both QEMUs use the same one, which the destination's agent must allow [default: 49152-49215, or
     /// 'ports' of this host's agent]
     #[arg(long, value_name = "FIRST-LAST", requires = "domain")]
     ports: Option<Ports>,

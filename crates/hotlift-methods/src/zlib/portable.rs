@@ -11,8 +11,8 @@ pub(super) const LIBRARY: &str = "zlib-rs";
 /// A raw deflate stream, one full flush a packet.
 pub(super) struct Portable {
     deflate: Deflate,
-    /// The library writes to initialised memory only. Clearing the caller's vector for each packet would cost more than this
-    /// copy.
+    /// Output buffer of the library, which writes to initialised memory only. Its content is copied to the caller's vector:
+    /// clearing that vector for each packet would cost more.
     piece: Box<[u8]>,
 }
 

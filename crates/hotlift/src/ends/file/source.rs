@@ -17,7 +17,7 @@ use crate::pipe::source::Source;
 /// Pages of a share: 4 MiB.
 const SHARE: usize = 1024;
 
-/// Maximum number of concurrent reader threads. One keeps a disk busy; reads from the page cache need two.
+/// Maximum number of concurrent reader threads: more than a disk (one) or the page cache (two) needs.
 const THREADS: usize = 4;
 
 /// Content of a file except the pages.
