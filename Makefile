@@ -85,7 +85,7 @@ define PAIRS
 -$(BENCH) --method none --ram 4G --zero-share 1 --zero-touched --repeats 5 --with-qemu $(QEMU)
 endef
 
-# The build of the tests takes half the time of 'make build'. Its figures are lower, and a quarter of the default RAM shows them.
+# The build of the tests, which takes less time than 'make build', and a quarter of the default RAM. Its figures are lower.
 demo:
 	@scripts/install-packages $(BUILD_PACKAGES)
 	cargo build --locked --package hotlift-cli
