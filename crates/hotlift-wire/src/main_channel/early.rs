@@ -8,12 +8,12 @@
 //! There are two ways to find the end:
 //!
 //! - **By its layout**, which determines the length. QEMU's only early device is virtio-mem ([`PluggableMemory`]). Its payload
-//! has the plugged bytes twice, as a number and as a bitmap; in another layout these would not match.
+//!   has the plugged bytes twice, as a number and as a bitmap; in another layout these would not match.
 //! - **By a search**: the end is the first position with this section's own footer, followed by a valid head. The true end is
-//! such a position, so the result is never too long. It is too short only if the payload itself contains a footer with this id,
-//! followed by a valid head. Chance does not produce these bytes, but a guest that controls a device's state can. So a searched
-//! length counts only once the VM description at the end of the stream confirms it ([`EarlyLengths::check`]). Until then the
-//! source keeps the guest.
+//!   such a position, so the result is never too long. It is too short only if the payload itself contains a footer with this
+//!   id, followed by a valid head. Chance does not produce these bytes, but a guest that controls a device's state can. So a
+//!   searched length counts only once the VM description at the end of the stream confirms it ([`EarlyLengths::check`]). Until
+//!   then the source keeps the guest.
 
 use super::command::Command;
 use super::description::VmDescription;
