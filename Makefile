@@ -90,7 +90,7 @@ demo:
 	@scripts/install-packages $(BUILD_PACKAGES)
 	cargo build --locked --package hotlift-cli
 	target/debug/hotlift demo --ram 256M
-	@echo "This is the unoptimised build of the tests. The optimised one:"
+	@echo "This is the build of the tests. The optimised one:"
 	@echo "make build && target/release/hotlift demo"
 
 build:
