@@ -53,14 +53,12 @@ impl Accelerator {
             return Ok((None, RunsOn::Software));
         }
         let hardware = self.hardware(method);
-        let opened = self.probe(method).and_then(|found| {
-            let opened = hardware.map(open).transpose()?;
-            Ok((opened, found))
-        });
+        let opened: Result<_, Arc<str>> = hardware.ok_or_else(|| NOT_BUILT_IN.into());
+        let opened = opened.and_then(|hardware| Ok((hardware.probe()?, open(hardware)?)));
         match (opened, self) {
-            (Ok((opened, found)), _) => {
+            (Ok((found, opened)), _) => {
                 let what = format!("{device} by {found}");
-                Ok((opened, RunsOn::Hardware(what.into())))
+                Ok((Some(opened), RunsOn::Hardware(what.into())))
             }
             (Err(reason), Self::Required(_)) => Err(MethodError::Unavailable {
                 method,

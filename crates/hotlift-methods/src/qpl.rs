@@ -7,7 +7,7 @@
 //! A device's job also reports success for a truncated stream, so the output's length is checked. The CPU does not use libqpl:
 //! its software is slower than libdeflate and ISA-L.
 
-use crate::device::{Direction, PageDevice};
+use crate::device::{Direction, Hardware};
 use crate::pagewise::{self, Service, Wrapper};
 use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, software};
 
@@ -21,8 +21,8 @@ pub(crate) const DEVICE: &str = "Intel IAA";
 /// # Errors
 ///
 /// If a device cannot be opened, fails, or returns a wrong result.
-pub fn trial(open: fn(Direction) -> Result<Box<dyn PageDevice>, String>) -> Result<(), String> {
-    pagewise::trial(Wrapper::Raw, open)
+pub fn trial(hardware: &Hardware) -> Result<(), String> {
+    pagewise::trial(Wrapper::Raw, hardware)
 }
 
 pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {

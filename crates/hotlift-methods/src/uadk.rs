@@ -7,7 +7,7 @@
 //! the device. Without it pages are sent uncompressed, which every QEMU reads. If the device fails later, the CPU compresses,
 //! since the peer's device reads that too. A Hotlift always gets compressed pages, and reads them without a device.
 
-use crate::device::{Direction, PageDevice};
+use crate::device::{Direction, Hardware};
 use crate::pagewise::{self, Service, Wrapper};
 use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, RunsOn, software};
 
@@ -21,8 +21,8 @@ pub(crate) const DEVICE: &str = "HiSilicon ZIP";
 /// # Errors
 ///
 /// If a device cannot be opened, fails, or returns a wrong result.
-pub fn trial(open: fn(Direction) -> Result<Box<dyn PageDevice>, String>) -> Result<(), String> {
-    pagewise::trial(Wrapper::Zlib, open)
+pub fn trial(hardware: &Hardware) -> Result<(), String> {
+    pagewise::trial(Wrapper::Zlib, hardware)
 }
 
 pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {

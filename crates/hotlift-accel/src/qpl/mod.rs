@@ -16,10 +16,9 @@ pub(crate) const fn hardware() -> Hardware {
 }
 
 /// Passes a page through a hardware job and back.
-fn trial(_: &Hardware) -> Result<String, String> {
+fn trial(hardware: &Hardware) -> Result<String, String> {
     let name = Library::get()?.name();
-    let trial = qpl::trial(|direction| Pool::open(Path::Hardware, direction));
-    trial.map_err(|reason| format!("{name}: {reason}"))?;
+    qpl::trial(hardware).map_err(|reason| format!("{name}: {reason}"))?;
     Ok(name)
 }
 

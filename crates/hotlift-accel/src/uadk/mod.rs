@@ -22,6 +22,6 @@ pub(crate) const fn hardware() -> Hardware {
 /// Passes a page through a session and back.
 fn trial(hardware: &Hardware) -> Result<String, String> {
     ready()?;
-    uadk::trial(Session::open).map_err(|reason| format!("libwd_comp: {reason}"))?;
+    uadk::trial(hardware).map_err(|reason| format!("libwd_comp: {reason}"))?;
     Ok(hardware.file())
 }

@@ -5,7 +5,7 @@ use std::iter::Peekable;
 use hotlift_mem::PAGE_SIZE;
 
 use super::Wrapper;
-use crate::device::{Collected, Direction, PageDevice, PageFailure, Submitted};
+use crate::device::{Collected, Direction, Hardware, PageDevice, PageFailure, Submitted};
 use crate::libdeflate::{self, Decompressor};
 use crate::target::Extent;
 use crate::{Accelerator, Jobs, MethodError, RunsOn};
@@ -291,21 +291,18 @@ impl<'i, I: Iterator<Item = Option<&'i [u8]>>> Drop for Packet<'_, 'i, I> {
     }
 }
 
-/// Passes a page through both devices, a test that they must pass before use.
+/// Tests a device of each direction before use: one compresses a page, the other decompresses the result.
 ///
 /// # Errors
 ///
-/// The incorrect result.
-pub(crate) fn trial(
-    wrapper: Wrapper,
-    open: fn(Direction) -> Result<Box<dyn PageDevice>, String>,
-) -> Result<(), String> {
+/// If a device cannot be opened, fails, or returns a wrong result.
+pub(crate) fn trial(wrapper: Wrapper, hardware: &Hardware) -> Result<(), String> {
     let page: Vec<u8> = (0..PAGE_SIZE)
         .map(|i| b"hotlift "[i * i % 11 % 8])
         .collect();
     let run = |direction, input: &[u8]| -> Result<Vec<u8>, String> {
         let mut service = Service::new(
-            Some(open(direction)?),
+            Some(hardware.pages(direction)?),
             direction,
             RunsOn::Hardware("trial".into()),
         );

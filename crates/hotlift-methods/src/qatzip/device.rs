@@ -16,20 +16,18 @@ const PAUSE: Duration = Duration::from_micros(100);
 /// Consecutive packets without an instance before the device is abandoned: a dead device is indistinguishable from a busy one.
 const REFUSED: u32 = 64;
 
-/// Passes two members through a device of each direction, a test that they must pass before use: without hardware the second
-/// `qzInit` of libqatzip reports success.
+/// Tests a device of each direction before use: one compresses two members, the other decompresses them. libqatzip's second
+/// `qzInit` reports success even without hardware.
 ///
 /// # Errors
 ///
-/// The incorrect result.
-pub fn trial(
-    open: fn(Direction, u8) -> Result<Box<dyn MemberDevice>, String>,
-) -> Result<(), String> {
+/// If a device cannot be opened, fails, or returns a wrong result.
+pub fn trial(hardware: &Hardware) -> Result<(), String> {
     let sample: Vec<u8> = (0..members::LARGEST + members::LARGEST / 2)
         .map(|i| ((i * i) >> 7).to_le_bytes()[0])
         .collect();
     let run = |direction, bytes: &[u8]| -> Result<Vec<u8>, String> {
-        let mut device = open(direction, 1)?;
+        let mut device = hardware.members(direction, 1)?;
         let output = device.run(bytes, sample.len()).map(<[u8]>::to_vec);
         output.map_err(|failure| {
             // The device may still be working.
