@@ -18,7 +18,7 @@ use crate::error::KitError;
 use crate::namespace::End;
 use crate::process::Process;
 use crate::program::Program;
-use crate::qemu::{self, PATIENCE};
+use crate::qemu::{self, PATIENCE, VCPU_NICE};
 
 /// Interval between checks of a domain's state.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -184,6 +184,17 @@ impl Host {
     pub fn signal_qemu(&self, domain: &Domain, signal: &str) -> Result<(), KitError> {
         let file = format!("/run/libvirt/qemu/{}.pid", domain.name);
         self.signal_by_file(&file, signal)
+    }
+
+    /// Lowers the priority of a domain's vCPUs, as [`qemu::lower_vcpu_priority`] does.
+    fn lower_vcpu_priority(&self, domain: &Domain) -> Result<(), KitError> {
+        let script = format!(
+            "cd /proc/$(cat /run/libvirt/qemu/{}.pid)/task && \
+             for thread in $(grep -l '^CPU ' */comm); do \
+             renice -n {VCPU_NICE} -p ${{thread%/comm}}; done",
+            domain.name
+        );
+        self.tool("sh", &["-c", &script]).map(drop)
     }
 
     fn signal_by_file(&self, file: &str, signal: &str) -> Result<(), KitError> {
@@ -414,6 +425,9 @@ impl Hosts {
         let source = &self.source;
         source.virsh(&["create", "--paused", &xml.display().to_string()])?;
         program.fill(&self.memory(source, &domain, domain.ram)?)?;
+        if !program.keeps_rate() {
+            source.lower_vcpu_priority(&domain)?;
+        }
         source.virsh(&["resume", name])?;
         let deadline = Instant::now() + PATIENCE;
         while !fs::read_to_string(&domain.console).is_ok_and(|output| output.contains("writes=")) {

@@ -104,6 +104,9 @@ impl Machine {
         let mut this = Self::adopted(guest, folder);
         this.process = Some(process);
         this.connect(PATIENCE)?;
+        if !guest.keeps_rate() {
+            this.qmp.as_mut().map(qemu::lower_vcpu_priority);
+        }
         if !incoming {
             this.wait_for_guest(&folder.join("console"))?;
         }

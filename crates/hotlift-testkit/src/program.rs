@@ -19,6 +19,7 @@ pub struct Program {
     rate: u64,
     /// Content from the start of [`Layout::filled`] on.
     fill: Vec<u8>,
+    keeps_rate: bool,
 }
 
 const WORKLOAD: Workload = Workload::Random;
@@ -56,7 +57,23 @@ impl Program {
             layout,
             rate,
             fill: fs::read(&file).map_err(KitError::system("read the content of RAM"))?,
+            keeps_rate: false,
         })
+    }
+
+    /// Makes the program write at its rate even on a busy host, for tests that depend on it.
+    #[must_use]
+    pub fn keeping_rate(self) -> Self {
+        Self {
+            keeps_rate: true,
+            ..self
+        }
+    }
+
+    /// Returns true if its vCPU has the priority of other threads. Otherwise it has a low one, because the program never halts.
+    #[must_use]
+    pub fn keeps_rate(&self) -> bool {
+        self.keeps_rate
     }
 
     /// Returns the bytes of RAM.

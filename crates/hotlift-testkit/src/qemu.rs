@@ -7,7 +7,9 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use hotlift_qmp::{Qemu, QmpAddress};
+use rustix::process::{Pid, setpriority_process};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::error::KitError;
@@ -254,6 +256,21 @@ pub fn machine(
         line.extend([flag, value].map(str::to_owned));
     }
     line
+}
+
+/// Priority of vCPUs whose program writes without a pause: a tenth of the share of a thread at 0, so that the programs under
+/// test get the rest.
+pub(crate) const VCPU_NICE: i32 = 10;
+
+/// Lowers the priority of a QEMU's vCPUs to [`VCPU_NICE`].
+pub fn lower_vcpu_priority(qmp: &mut Qemu) {
+    let vcpus = qmp.client().execute("query-cpus-fast", &Value::Null);
+    for vcpu in vcpus.iter().flat_map(|vcpus| vcpus.as_array()).flatten() {
+        let thread = vcpu["thread-id"].as_i64();
+        let thread = thread.and_then(|thread| Pid::from_raw(i32::try_from(thread).ok()?));
+        // Without it the tests only take longer.
+        let _ = thread.map(|thread| setpriority_process(Some(thread), VCPU_NICE));
+    }
 }
 
 /// A QEMU in a folder of its own, killed on drop.

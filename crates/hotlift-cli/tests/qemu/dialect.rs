@@ -153,7 +153,11 @@ fn the_records_of_older_sources_are_read() {
                 relays: Some(relays),
                 live: true,
             };
-            let here = need!(Vm::running(Release::V7, &machine(PC_7)));
+            let machine = Machine {
+                guest: Guest::program_that_keeps_its_rate(),
+                ..machine(PC_7)
+            };
+            let here = need!(Vm::running(Release::V7, &machine));
             let moved = need!(route.take(here, Release::V7));
             let figures = &moved.figures[sent];
             assert!(

@@ -281,7 +281,10 @@ fn older_sources_are_saved() {
             (FileFormat::MappedRam, "none"),
         ] {
             println!("{capability} -> {format:?}");
-            let machine = machine(PC_7, Accelerator::Kvm);
+            let machine = Machine {
+                guest: Guest::program_that_keeps_its_rate(),
+                ..machine(PC_7, Accelerator::Kvm)
+            };
             let mut here = need!(Vm::running(Release::V7, &machine));
             let before = here.count().expect("the guest counts");
             let source = Side::new(Multifd::Off)

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hotlift_qmp::{MigrationInfo, Qemu};
-use hotlift_testkit::qemu::{self, Launched};
+use hotlift_testkit::qemu::{self, Launched, lower_vcpu_priority};
 pub use hotlift_testkit::qemu::{Memory, PC_7, PC_10, PC_11, Release, UUID};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -127,6 +127,9 @@ impl Vm {
         let process = started.unwrap_or_else(|error| panic!("{error}"));
         let mut qmp = process.connect().unwrap_or_else(|error| panic!("{error}"));
         qmp.set_capabilities(&[("events", true)]).expect("events");
+        if matches!(&*machine.guest, Guest::Program(program) if !program.keeps_rate()) {
+            lower_vcpu_priority(&mut qmp);
+        }
         let vm = Self {
             process,
             qmp,
