@@ -29,38 +29,38 @@ use crate::lock::lock;
 use crate::pipe::batch::Batch;
 use crate::pipe::session::Session;
 
-/// Chunks of the index in one read from another host: 256 KiB, the index of 128 MiB of RAM. Reading the index of 8 GiB takes 64
-/// round trips.
+/// Number of index chunks that one read from another host fetches: 256 KiB, which cover 128 MiB of RAM. The index of 8 GiB of
+/// RAM takes 64 round trips.
 const CHUNKS_AHEAD: usize = 64;
 
-/// Maximum bytes of EOF and the data after it.
+/// Maximum length of EOF and the VM description after it, in bytes.
 const END_MAX: usize = limits::VM_DESCRIPTION + EOF_WITHOUT_DESCRIPTION.len();
 
-/// A file whose parts, except the pages, were verified.
+/// An open save file. All its parts were verified, except the index and the pages, which are verified when they are read.
 pub(crate) struct BlockFile {
     file: OpenFile,
     info: FileInfo,
-    /// CRC of the header.
+    /// CRC of the header, which is the seed of all other CRCs.
     seed: u32,
     contents: Contents,
     stream: SavedStream,
     state: State,
     index: Index,
-    /// CRCs of the index's chunks.
+    /// CRC that each index chunk must have, as stored in the file.
     checks: Vec<u8>,
-    /// Damaged chunks: each is read once, and not again for each of its pages.
+    /// Index chunks that were found damaged. They are not read again.
     damaged: Mutex<BTreeSet<usize>>,
-    /// Record of lost pages, which become zero pages; with `None` a damaged page is an error.
+    /// Lost pages, which are read as zero pages. If `None`, a damaged page is an error.
     lost: Option<Lost>,
 }
 
 impl BlockFile {
-    /// Opens the file, and reads everything except the index and the pages.
+    /// Opens the file, and verifies everything except the index and the pages.
     pub(crate) fn open(path: &Path) -> Result<Self, FileError> {
         Self::read(OpenFile::open(path)?)
     }
 
-    /// Opens the file at any location. Cancelling `control` ends the wait for a server.
+    /// Opens the file at `location`: on this host, or on a file server. Cancelling `control` ends the wait for the server.
     pub(crate) fn open_at(location: &Location, control: &Control) -> Result<Self, FileError> {
         Self::read(OpenFile::open_at(location, control)?)
     }
@@ -79,7 +79,7 @@ impl BlockFile {
             position: at,
             source,
         })?;
-        // Before the memory is taken: a file that claims a large RAM must have an index of that size.
+        // Checked before memory is allocated: a file that claims a large RAM must have an index of that size.
         let chunks = Index::chunks_of(&stream.ram.blocks);
         let index_end = contents.index.checked_add(chunks * CHUNK_LEN as u64);
         let fits = index_end.is_some_and(|end| end <= contents.checks.position);
@@ -108,7 +108,7 @@ impl BlockFile {
         })
     }
 
-    /// Returns the facts that the file states.
+    /// Returns the facts about the VM and the save that the file's header stores.
     pub(crate) fn info(&self) -> &FileInfo {
         &self.info
     }
@@ -123,26 +123,27 @@ impl BlockFile {
         self.file.remote()
     }
 
-    /// Sets the time for which reads retry after the connection to the server is lost.
+    /// Sets the time for which reads retry after the connection to the file server is lost. Does nothing for a local file.
     pub(crate) fn persist(&self, timeout: Duration) {
         self.file.persist(timeout);
     }
 
-    /// From now on, turns damaged pages into zero pages.
+    /// From now on, damaged pages are read as zero pages, and are recorded as lost.
     pub(crate) fn salvage(&mut self) {
         self.lost = Some(Lost::default());
     }
 
-    /// Returns the pages lost so far.
+    /// Returns the lost pages recorded so far; always empty without [`BlockFile::salvage`].
     pub(crate) fn lost(&self) -> Vec<LostPages> {
         self.lost.as_ref().map(Lost::all).unwrap_or_default()
     }
 
-    /// Records and returns the pages lost with the page whose read failed with `error`, if reads may continue without them.
-    /// Returns `None` for pages already recorded.
+    /// Records the pages that are lost because a read of one page failed with `error`. Returns these pages, or `None` if they
+    /// were already recorded.
     ///
     /// # Errors
-    /// `error` itself, if reads may not continue.
+    /// Returns `error` itself if reads must not continue: without [`BlockFile::salvage`], or if the error affects the whole
+    /// file.
     pub(crate) fn skip_lost_pages(
         &self,
         (block, page): (usize, usize),
@@ -181,7 +182,8 @@ impl BlockFile {
         self.chunk_position(chunk)
     }
 
-    /// Makes `reader` prefetch the blocks of these pages that are not zero, if each read costs a round trip.
+    /// Makes `reader` prefetch the blocks of `pages`, except zero pages. Does nothing for a local file, where reads have no
+    /// round trip.
     pub(crate) fn read_ahead(
         &self,
         reader: &mut Blocks<'_>,
@@ -191,7 +193,7 @@ impl BlockFile {
             return Ok(());
         };
         let entry = |(block, page)| match self.entry(block, page) {
-            // Index errors are reported when the page is read.
+            // Not reported here: the later read of the page reports an index error.
             Err(error) if !error.is_final() => None,
             entry => entry.transpose(),
         };
@@ -204,7 +206,7 @@ impl BlockFile {
         self.seed
     }
 
-    /// Returns the positions of all parts.
+    /// Returns the table of contents: positions and CRCs of all parts.
     pub(crate) fn contents(&self) -> &Contents {
         &self.contents
     }
@@ -236,7 +238,7 @@ impl BlockFile {
         Ok(self.index.get(place))
     }
 
-    /// Reads a chunk of the index; from another host also the chunks after it.
+    /// Reads and verifies index chunk `first`. From another host, also reads the chunks after it, to save round trips.
     fn read_index(&self, first: usize) -> Result<(), FileError> {
         let most = self.remote().map_or(1, |_| CHUNKS_AHEAD);
         let last = self.index.chunks().min(first + most);
@@ -253,7 +255,7 @@ impl BlockFile {
                     if chunk == first {
                         return Err(damaged("the index", self.chunk_position(chunk)));
                     }
-                    // A reader that needs this chunk gets the error.
+                    // Not an error yet: a later read that needs this chunk reports the damage.
                     break;
                 }
             }
@@ -265,7 +267,8 @@ impl BlockFile {
         self.contents.index + (chunk * CHUNK_LEN) as u64
     }
 
-    /// Reads from `position` on, at most the length of `into`, and returns the number of bytes. It is smaller only at the end.
+    /// Reads bytes from `position` on into `into`, and returns their number. It is less than `into.len()` only at the end of
+    /// the file.
     pub(crate) fn read_at(&self, into: &mut [u8], position: u64) -> Result<usize, FileError> {
         self.file.read_some(into, position)
     }
@@ -311,15 +314,15 @@ impl PageMap for BlockFile {
             let entries = wanted.iter().map(|(entry, _)| *entry);
             reader.ahead.fill(remote, entries)?;
         }
-        // Pages that the guest rewrote during the save are in later blocks. Sorted by position, each block is decoded only
-        // once.
+        // Blocks with rewritten pages are later in the file. The sort makes the pages of a block neighbours, so each block is
+        // decoded only once.
         wanted.sort_unstable_by_key(|(entry, _)| (entry.position, entry.place));
         let mut bytes = 0;
         for run in wanted.chunk_by(|(a, _), (b, _)| a.position == b.position) {
             let (first, _) = run[0];
             bytes += first.length;
             let read = |into: &mut [u8], position| self.read_at(into, position);
-            // Usually the run is all of the block's pages, and needs no copy.
+            // Usually the run has all pages of its block, which are then decoded into the batch without a copy.
             let before = batch.normal.len();
             let offsets = run.iter().map(|(_, page)| (page * PAGE_SIZE) as u64);
             batch.normal.extend(offsets);
@@ -349,7 +352,8 @@ impl PageMap for BlockFile {
     }
 }
 
-/// Returns the file's facts, the header's CRC, and the table of contents: a file with all of these is complete.
+/// Reads the header and the table of contents, and returns the facts, the header's CRC, and the table. A file with a valid
+/// header and a valid table is complete.
 pub(super) fn read_ends(file: &OpenFile) -> Result<(FileInfo, u32, Contents), FileError> {
     let mut head = [0; HEAD_LEN];
     file.read_exact(&mut head, 0)?;
@@ -381,7 +385,7 @@ fn is_inside(file: &OpenFile, part: Part) -> bool {
     end.is_some_and(|end| end <= file.length())
 }
 
-/// Reads a part of at most `most` bytes.
+/// Reads and verifies a part of the file. A part longer than `most` bytes is an error.
 fn read_part(
     file: &OpenFile,
     what: &'static str,
@@ -402,12 +406,12 @@ fn read_part(
     Ok(bytes)
 }
 
-/// Main channel of a file. Only one piece is in memory, because the devices can have any length.
+/// The saved main channel. Only one piece of it is in memory, because device state can have any length.
 struct State {
     part: Part,
-    /// CRC of each piece: a piece verified once is verified again when it is used.
+    /// CRC of each piece, computed when the file is opened. A later read of the piece must have the same CRC.
     crcs: Vec<u32>,
-    /// First piece, which usually is all of it.
+    /// First piece; usually the whole main channel.
     first: Vec<u8>,
     seed: u32,
 }
@@ -487,7 +491,7 @@ impl State {
         Ok(crc_of(self.seed, &[piece]))
     }
 
-    /// Passes the bytes of `range` of the file to `take`, each piece after its check.
+    /// Passes the bytes of `range` (positions in the file) to `take`, piece by piece. Each piece is verified first.
     fn each(
         &self,
         file: &OpenFile,
@@ -518,7 +522,7 @@ impl State {
 struct StreamHead {
     decoder: MainDecoder,
     stream: SavedStream,
-    /// Bytes received and not decoded yet.
+    /// Bytes that were read and not decoded yet.
     input: Vec<u8>,
     /// Bytes decoded.
     length: u64,

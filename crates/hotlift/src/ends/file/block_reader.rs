@@ -13,14 +13,14 @@ use crate::error::MigrationError;
 use crate::postcopy::Batch;
 use crate::stream::codec::{ByMethod, Decoder};
 
-/// Reader of one thread. It keeps the pages of the latest block.
+/// Reader of blocks for one thread. It caches the pages of the block that was decoded last.
 pub(crate) struct Blocks<'a> {
     seed: u32,
     memory: &'a MemoryLimit,
     control: &'a Control,
     decoders: ByMethod<Decoder>,
     bytes: Vec<u8>,
-    /// Position and head of that block.
+    /// File position and head of the cached block.
     block: Option<(u64, BlockHead)>,
     pages: Vec<u8>,
     /// Prefetched blocks.
@@ -42,7 +42,7 @@ impl<'a> Blocks<'a> {
         }
     }
 
-    /// Creates the decoders of these methods, so that the first block does not wait for them.
+    /// Creates the decoders of these methods now, to save this time when the first block is read.
     pub(crate) fn prepare<'n>(
         &mut self,
         methods: impl Iterator<Item = &'n str>,
@@ -71,11 +71,11 @@ impl<'a> Blocks<'a> {
         })
     }
 
-    /// Loads the block of `entry`, which has the page `wanted` (RAM block and number), unless it is the latest one. `read`
-    /// fills a buffer from a position and returns the length.
+    /// Loads the block of `entry`, which must contain the page `wanted` (RAM block, page number). Does nothing if this block is
+    /// cached. `read` fills a buffer from a file position, and returns the number of bytes.
     ///
     /// # Errors
-    /// [`FileError::Damaged`] for a block that is damaged or does not have the page.
+    /// [`FileError::Damaged`] for a block that is damaged or does not contain the page.
     pub(crate) fn load(
         &mut self,
         entry: Entry,
@@ -99,11 +99,11 @@ impl<'a> Blocks<'a> {
         Ok(())
     }
 
-    /// Decodes the block of `entry` to `into`, if it has exactly the pages `wanted` (RAM block, and numbers); else returns
-    /// false.
+    /// Decodes the block of `entry` to `into`, and returns true, if the block has exactly the pages `wanted` (RAM block, page
+    /// numbers). Otherwise returns false.
     ///
     /// # Errors
-    /// Those of [`Blocks::load`].
+    /// The errors of [`Blocks::load`].
     pub(crate) fn load_to(
         &mut self,
         into: &mut [u8],
@@ -127,7 +127,7 @@ impl<'a> Blocks<'a> {
         take: impl FnOnce(&mut Self, &BlockHead, &[u8]) -> Result<T, MigrationError>,
     ) -> Result<T, MigrationError> {
         let position = entry.position;
-        // Less is read at the end of the file, because the index rounds lengths up.
+        // The index rounds lengths up, so the last block of the file may have fewer bytes than its entry.
         self.bytes.resize(entry.length, 0);
         let got = match self.ahead.copy(&mut self.bytes, position) {
             Some(got) => got,
@@ -172,7 +172,7 @@ impl<'a> Blocks<'a> {
             method => {
                 let was_used = self.decoders.has(method);
                 match self.decode_by(method, head.first, into, payload) {
-                    // State that an earlier block left in the decoder may be the cause: retry with a new one.
+                    // An earlier block may have left a bad state in the decoder: try again with a new one.
                     Err(_) if was_used => self.decode_by(method, head.first, into, payload),
                     decoded => decoded,
                 }
@@ -197,19 +197,19 @@ impl<'a> Blocks<'a> {
         decoded
     }
 
-    /// Moves all pages of the latest block to `batch`, which is empty. The next use of the block reads it again.
+    /// Moves all pages of the cached block to the empty `batch`. Afterwards no block is cached.
     pub(crate) fn take_pages(&mut self, batch: &mut Batch) {
         if let Some((_, head)) = self.block.take() {
             batch.fill(head.pages(), &mut self.pages);
         }
     }
 
-    /// Returns the page at index `place` of the latest block.
+    /// Returns the page at index `place` of the cached block.
     pub(crate) fn page(&self, place: usize) -> &[u8; PAGE_SIZE] {
         &self.pages.as_chunks().0[place]
     }
 
-    /// Returns all pages of the latest block, with their numbers.
+    /// Returns all pages of the cached block, with their page numbers.
     pub(crate) fn pages(&self) -> impl Iterator<Item = (u64, &[u8; PAGE_SIZE])> {
         let numbers = self.block.map(|(_, head)| head.pages());
         numbers.into_iter().flatten().zip(self.pages.as_chunks().0)

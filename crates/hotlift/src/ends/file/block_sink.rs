@@ -1,4 +1,5 @@
-//! Writes a VM as a save file: all threads concurrently write compressed blocks of neighbouring pages; the index follows them.
+//! Writes a VM as a save file. All threads write compressed blocks of neighbouring pages concurrently; the index follows the
+//! blocks.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
@@ -34,7 +35,8 @@ use crate::pipe::sink::{HasTaken, Opening, Sink, WritePages};
 use crate::stream::codec::Encoder;
 use crate::stream::handshake;
 
-/// Method for `auto`. A file has no link whose speed changes, so this is the best ratio for its CPU time.
+/// Method that replaces `auto` in a file. `auto` adapts to the speed of a link, which a file does not have. This method has the
+/// best ratio for its CPU time.
 const AUTO: &str = "zstd";
 
 /// A save file under construction.
@@ -44,14 +46,14 @@ pub(crate) struct BlockSink {
     seed: u32,
     /// Position of the next block.
     position: AtomicU64,
-    /// Stream without its pages, up to the devices.
+    /// Main channel without pages, up to the device state.
     pub(super) stream: Mutex<Stream>,
-    /// Stream with the devices, in the file, once all pages are written.
+    /// The part of the file that has the main channel and the device state; `None` before its first byte is written.
     state: Mutex<Option<State>>,
     blocks: Vec<RamBlockEntry>,
     index: Index,
     complete: ReceivedPages,
-    /// Position of the first block with a page that was already in the file.
+    /// File position of the first block that rewrites a page.
     written_last: AtomicU64,
     shares: Mutex<BTreeMap<&'static str, Share>>,
     contents: Mutex<Contents>,
@@ -68,7 +70,7 @@ pub(crate) struct BlockSink {
     sent_bytes: AtomicU64,
 }
 
-/// Main channel of the file.
+/// Main channel of the file, as far as it is encoded.
 pub(super) struct Stream {
     encoder: MainEncoder,
     bytes: Vec<u8>,
@@ -91,7 +93,7 @@ impl Stream {
     }
 }
 
-/// A growing part of the file.
+/// The `state` part of the file (main channel without pages) while it is written.
 struct State {
     position: u64,
     length: u64,
@@ -99,8 +101,9 @@ struct State {
 }
 
 impl BlockSink {
-    /// Creates the file to be named `path`, with one writing thread per multifd channel of the options. `flushes` is QEMU's
-    /// property `multifd-flush-after-each-section`, if the source has shown it.
+    /// Creates the file that later gets the name `path`. One thread writes for each multifd channel of the options.
+    ///
+    /// `flushes` is QEMU's property `multifd-flush-after-each-section`; `None` if the source's stream has not shown it.
     pub(crate) fn create(
         path: &Path,
         settings: &RelaySettings,
@@ -135,7 +138,7 @@ impl BlockSink {
         let (header, seed) = layout::header(&info)?;
         let blocks = &opening.ram.blocks;
         check_ram(blocks).map_err(MigrationError::main_wire)?;
-        // The chunks themselves need no more than the received pages.
+        // Only the table is charged. The chunks need no more memory than the pages received for them.
         let table = Index::chunks_of(blocks).saturating_mul(24);
         let table = memory.take(usize::try_from(table).unwrap_or(usize::MAX));
         table.map_err(|source| MigrationError::memory(Channel::Main, source))?;
@@ -169,7 +172,7 @@ impl BlockSink {
         })
     }
 
-    /// Reserves `length` bytes at the end.
+    /// Reserves `length` bytes at the end of the file, and returns their position.
     fn reserve(&self, length: usize) -> Result<u64, MigrationError> {
         let position = self.position.fetch_add(length as u64, Ordering::Relaxed);
         if position > Entry::LAST_POSITION {
@@ -180,7 +183,7 @@ impl BlockSink {
         Ok(position)
     }
 
-    /// Appends a part.
+    /// Appends a part to the file, and returns its position, length and CRC.
     fn append(&self, bytes: &[u8]) -> Result<Part, MigrationError> {
         let position = self.reserve(bytes.len())?;
         self.file.write_at(&[bytes], position)?;
@@ -191,7 +194,7 @@ impl BlockSink {
         })
     }
 
-    /// Writes a block with that payload, and enters its pages into the index.
+    /// Writes a block with this payload, and enters the block's pages into the index.
     fn put(&self, head: &BlockHead, payload: &[u8]) -> Result<(), MigrationError> {
         let length = BLOCK_HEAD_LEN + payload.len();
         self.pacer.wait(length, self.control.life());
@@ -242,7 +245,7 @@ impl BlockSink {
         }
     }
 
-    /// Appends to the file's main channel.
+    /// Appends records to the saved main channel. `write` encodes the records.
     fn record(
         &self,
         write: impl FnOnce(&mut MainEncoder, &mut Vec<u8>) -> Result<(), WireError>,
@@ -252,7 +255,7 @@ impl BlockSink {
         write(encoder, bytes).map_err(MigrationError::main_wire)
     }
 
-    /// Writes the index and its checks.
+    /// Writes the index, and the CRC of each index chunk.
     fn write_index(&self) -> Result<(), MigrationError> {
         let index = &self.index;
         let position = self.position.load(Ordering::Relaxed);
@@ -281,7 +284,7 @@ impl BlockSink {
         Ok(())
     }
 
-    /// Appends to the state. Nothing else may be written between two calls.
+    /// Appends to the `state` part. The part is contiguous: nothing else may be written to the file between two calls.
     fn append_state(&self, bytes: &[u8]) -> Result<(), MigrationError> {
         let position = self.reserve(bytes.len())?;
         self.file.write_at(&[bytes], position)?;
@@ -296,7 +299,7 @@ impl BlockSink {
         Ok(())
     }
 
-    /// Ends the state, as a stream without a description.
+    /// Ends the `state` part with an EOF without a VM description.
     fn end_state(&self) -> Result<(), MigrationError> {
         let devices = lock(&self.state).as_ref().map(|state| state.length);
         self.append_state(&EOF_WITHOUT_DESCRIPTION)?;
@@ -354,7 +357,7 @@ impl Sink for BlockSink {
         Ok(())
     }
 
-    /// No barrier is needed: the index has the latest content.
+    /// No barrier is needed: the index always points to the latest content of a page.
     fn barrier(&self) -> Result<(), MigrationError> {
         Ok(())
     }
@@ -392,13 +395,13 @@ impl Sink for BlockSink {
         self.append_state(&stream)
     }
 
-    /// A source sends its devices after it has paused its guest, so this is the time of the pause.
+    /// Takes this time as the time of the pause, because a source pauses its guest before it sends devices.
     fn devices(&self, part: &[u8]) -> Result<(), MigrationError> {
         lock(&self.contents).paused.get_or_insert_with(seconds_now);
         self.append_state(part)
     }
 
-    /// From here on the file is restorable; only its name is missing.
+    /// Writes all parts that make the file restorable, and syncs them to disk. The file gets its name later, in the commit.
     fn await_loaded(&self) -> Result<(), MigrationError> {
         self.end_state()?;
         self.write_index()?;
@@ -407,7 +410,7 @@ impl Sink for BlockSink {
     }
 
     fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<GuestActivity, MigrationError> {
-        // Appended, because everything before must stay complete until the file has its name.
+        // Appended, not overwritten: the file must stay complete until it has its name.
         let end = self.append(end)?;
         lock(&self.contents).end = Some(end);
         self.write_contents()?;
@@ -428,7 +431,7 @@ impl Sink for BlockSink {
         self.chosen.name
     }
 
-    /// Returns the methods of the blocks, if `auto` chose them.
+    /// Returns the figures of each method that `auto` chose for the blocks; empty for a fixed method.
     fn methods(&self) -> Vec<MethodFigures> {
         if !self.chosen.is_auto() {
             return Vec::new();
@@ -456,12 +459,12 @@ struct Writer<'a> {
     sink: &'a BlockSink,
     encoder: Option<Encoder>,
     payload: Vec<u8>,
-    /// True once an encoded block was decoded as a test.
+    /// True once the first encoded block was decoded again and compared.
     is_checked: bool,
 }
 
 impl Writer<'_> {
-    /// Decodes the first block as a reader of the file does, because after the save only this file has the guest.
+    /// Checks that the first block decodes to its pages. After the save, this file is the only copy of the guest.
     fn check(&mut self, head: &BlockHead, pages: &[u8]) -> Result<(), MigrationError> {
         let (memory, control) = (&self.sink.memory, &self.sink.control);
         let mut blocks = Blocks::new(self.sink.seed, memory, control);

@@ -22,12 +22,12 @@ use crate::options::Limits;
 pub struct Description {
     /// Format of the file.
     pub format: FileFormat,
-    /// Facts that the file states. A `mapped-ram` file states the machine, and perhaps the UUID.
+    /// Facts stored in the file. A `mapped-ram` file stores only the machine, and the UUID if the source sends it.
     pub info: FileInfo,
     /// Last modification of a `mapped-ram` file, in seconds since 1970: the file itself stores no time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub modified: Option<u64>,
-    /// Reason why a `mapped-ram` file can be read only in part.
+    /// Error at which the read of a damaged `mapped-ram` file stopped; `None` if the whole file was read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
     /// Length of the file, in bytes.
@@ -38,11 +38,11 @@ pub struct Description {
     pub early: Vec<EarlyDescription>,
     /// Number of devices, from the VM description at the end of the stream; `None` without a description.
     pub devices: Option<usize>,
-    /// Number of vCPUs, from the same description.
+    /// Number of vCPUs, from the VM description; `None` without a description.
     pub vcpus: Option<usize>,
     /// Length of the device state, in bytes.
     pub device_bytes: u64,
-    /// Blocks of pages by method, including blocks whose pages were rewritten later.
+    /// Counts of blocks, pages and bytes for each method. Blocks whose pages were rewritten later are included.
     pub shares: Vec<Share>,
     /// Number of blocks that were read and verified; `None` without verification.
     pub verified_blocks: Option<u64>,
@@ -55,7 +55,7 @@ pub struct RamDescription {
     pub name: String,
     /// Length in bytes.
     pub bytes: u64,
-    /// Pages with content.
+    /// Number of pages with content (not zero).
     pub pages: u64,
 }
 
@@ -66,31 +66,33 @@ pub struct EarlyDescription {
     pub name: String,
     /// Length of its state, in bytes.
     pub bytes: u64,
-    /// Plugged bytes of a virtio-mem device, and bytes of its RAM block; `None` for another device.
+    /// For a virtio-mem device: its plugged bytes, and the bytes of its RAM block. `None` for any other device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plugged: Option<(u64, u64)>,
 }
 
 impl Description {
-    /// Returns the time when the guest's clock stopped, in seconds since 1970: stored in the file, or its last modification.
+    /// Returns the time when the guest was paused, in seconds since 1970. For a `mapped-ram` file, which does not store this
+    /// time, returns the time of its last modification.
     #[must_use]
     pub fn saved_at(&self) -> u64 {
         self.modified.unwrap_or_else(|| self.info.saved_at())
     }
 
-    /// Returns the bytes of pages with content.
+    /// Returns the total size of all pages with content, in bytes.
     #[must_use]
     pub fn content_bytes(&self) -> u64 {
         self.ram.iter().map(|block| block.pages * 4096).sum()
     }
 }
 
-/// Reads the content of a save file; with `verify` also every page. A `mapped-ram` file, which has no checksums, is read as far
-/// as possible.
+/// Reads a save file and describes its content. With `verify`, also reads and verifies every page.
+///
+/// A `mapped-ram` file has no checksums. If it is damaged, the part before the damage is described.
 ///
 /// # Errors
-/// [`MigrationError::File`] for a file that cannot be read, has another format, or is damaged. [`MigrationError::Cancelled`]
-/// after `control` is cancelled.
+/// - [`MigrationError::File`] for a file that cannot be read, has another format, or is damaged.
+/// - [`MigrationError::Cancelled`] after `control` is cancelled.
 pub fn describe(
     at: impl Into<Location>,
     verify: bool,
@@ -120,7 +122,7 @@ fn read(at: &Location, verify: bool, control: &Control) -> Result<Description, M
             let entry = file.entry(index, page)?;
             pages += u64::from(entry.is_some());
             entries.extend(entry.map(|entry| (entry, page as u64)));
-            // No block crosses such a boundary.
+            // A block has pages of one aligned run of 64 only.
             let is_last = page % 64 == 63 || page + 1 == file.pages(index);
             if !is_last {
                 continue;
@@ -159,7 +161,7 @@ fn read(at: &Location, verify: bool, control: &Control) -> Result<Description, M
     })
 }
 
-/// Describes the stream in a file, and its RAM.
+/// Builds the description from a file's main channel and its RAM blocks.
 fn of_stream(format: FileFormat, stream: &SavedStream, ram: Vec<RamDescription>) -> Description {
     let early = stream.early.all().map(|section| EarlyDescription {
         name: section.idstr.clone(),
@@ -179,7 +181,7 @@ fn of_stream(format: FileFormat, stream: &SavedStream, ram: Vec<RamDescription>)
         ram,
         early: early.collect(),
         devices: description.map(VmDescription::devices),
-        // QEMU's section of each vCPU.
+        // The stream has one section `cpu_common` for each vCPU.
         vcpus: description.map(|description| description.instances("cpu_common")),
         device_bytes: stream.device_bytes(),
         shares: Vec::new(),

@@ -1,7 +1,6 @@
-//! One connection with a file server: requests and answers.
+//! One connection to a file server: requests and answers.
 //!
-//! The deadline holds for a whole message. A timeout between bytes would be no limit: a server that sends a byte now and then
-//! could block a guest forever.
+//! A deadline applies to a whole message. With a timeout for each byte instead, a slow server could block a guest forever.
 
 use std::io::{self, Write as _};
 use std::time::{Duration, Instant};
@@ -20,24 +19,24 @@ use crate::tls::TlsError;
 /// Time limit for a connection.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Time limit for an answer, in addition to the time for its bytes. A host that lost its power acknowledges nothing, and TCP
-/// alone would retry for a quarter of an hour.
+/// Time limit for an answer, in addition to the time for its bytes. If the server's host has lost its power, TCP alone would
+/// retry for a quarter of an hour.
 const ANSWER: Duration = Duration::from_secs(20);
 
-/// Lowest rate in bytes per second at which an answer must arrive: a fourth of each connection's share when a restore's five
-/// connections use a link with 10 Mbit/s.
+/// Minimum rate of an answer, in bytes per second. A restore with five connections on a link of 10 Mbit/s gets four times this
+/// rate for each connection.
 const SLOWEST: u64 = 64 << 10;
 
-/// Requested bytes of the file.
+/// A range of the file to read, and the buffer for its bytes.
 pub(super) struct Range<'a> {
     position: u64,
     into: &'a mut [u8],
-    /// Number of received bytes: less than requested only at the end of the file.
+    /// Number of received bytes. It is less than requested at the end of the file, or if the read failed.
     pub got: usize,
 }
 
 impl<'a> Range<'a> {
-    /// Requests all of `into`, from a position on.
+    /// Creates the request for the bytes from `position` on that fill `into`.
     pub(super) fn new((position, into): (u64, &'a mut [u8])) -> Self {
         Self {
             position,
@@ -75,7 +74,7 @@ impl From<io::Error> for ReadFailure {
     }
 }
 
-/// Deadline for bytes.
+/// Deadline for the bytes of a message; `stop` can end the wait earlier.
 pub(super) struct ReadDeadline<'a> {
     until: Instant,
     stop: Stop<'a>,
@@ -89,7 +88,7 @@ impl<'a> ReadDeadline<'a> {
         }
     }
 
-    /// Fills `into`.
+    /// Fills `into` before the deadline.
     fn read_exact(&self, stream: &Stream, into: &mut [u8]) -> Result<(), ServerError> {
         let mut there = 0;
         while there < into.len() {
@@ -110,7 +109,7 @@ impl<'a> ReadDeadline<'a> {
         Ok(())
     }
 
-    /// Reads one message into the empty `buffer`, and nothing after it.
+    /// Receives and decodes exactly one message. `buffer` must be empty.
     pub(super) fn receive<T>(
         &self,
         stream: &Stream,
@@ -133,7 +132,7 @@ impl<'a> ReadDeadline<'a> {
     }
 }
 
-/// Connects and opens the file, unless `stop` ends the wait.
+/// Connects to the server and opens the file. `stop` can end the wait.
 pub(super) fn connect(
     file: &RemoteFile,
     visitor: u64,
@@ -192,7 +191,7 @@ pub(super) fn connect(
     }
 }
 
-/// Requests all ranges, and reads the answers.
+/// Requests all ranges at once, and reads the answers.
 pub(super) fn exchange(
     mut stream: &Stream,
     file: &RemoteFile,
@@ -250,7 +249,7 @@ mod tests {
     #[test]
     fn a_message_in_single_bytes_has_the_same_timeout() {
         let (here, there) = Stream::pair().unwrap();
-        // Ends with the connection.
+        // This thread ends when the connection is closed.
         let dribbling = thread::spawn(move || while (&there).write_all(&[0]).is_ok() {});
         let mut message = Vec::new();
         let wait = ReadDeadline::new(Duration::from_millis(1), Stop::NEVER);

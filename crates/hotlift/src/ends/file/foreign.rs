@@ -1,4 +1,4 @@
-//! Files that users mistake for a save file: recognised by their first bytes, with the tool that reads them.
+//! Recognises files that users mistake for a save file by their first bytes, and names the tool that reads them.
 
 use crate::error::file::FileError;
 
@@ -43,7 +43,7 @@ const KINDS: &[Kind] = &[
     ),
 ];
 
-/// Returns the error for a file that begins with these bytes, and is no save file.
+/// Returns the error for a file that is not a save file: with advice if the kind of the file is recognised by its first bytes.
 pub(super) fn not_a_save(first: &[u8]) -> FileError {
     match recognise(first) {
         Some((is, instead)) => FileError::Foreign { is, instead },
@@ -51,7 +51,7 @@ pub(super) fn not_a_save(first: &[u8]) -> FileError {
     }
 }
 
-/// Returns the kind of a file with these first bytes, and the advice to the user.
+/// Returns the kind of a file with these first bytes, and the advice to the user; `None` for an unknown kind.
 fn recognise(first: &[u8]) -> Option<(&'static str, &'static str)> {
     let mut kinds = KINDS.iter();
     let (_, is, instead) = kinds.find(|(magic, ..)| first.starts_with(magic))?;

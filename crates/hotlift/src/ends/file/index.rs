@@ -1,8 +1,8 @@
-//! Positions of all pages of a save file, in memory (`block_sink` writes the index): one 64-bit entry per page, in chunks that
-//! are allocated on first use.
+//! The index of a save file in memory: one 64-bit entry per page, with the page's position. Entries are grouped in chunks,
+//! which are allocated on first use. `block_sink` writes the index to the file.
 //!
-//! A chunk has 4 KiB and covers 2 MiB of RAM. So a file opens at once, whatever the size of its VM. And a source that claims a
-//! large RAM takes no memory for it before it sends the pages.
+//! A chunk has 4 KiB and covers 2 MiB of RAM. It is read on first use, so a file opens at once for every size of VM. A source
+//! that claims a large RAM causes no allocation before it sends pages.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,21 +12,21 @@ use hotlift_wire::RamBlockEntry;
 
 use super::layout::Entry;
 
-/// Entries of a chunk.
+/// Number of entries in a chunk.
 pub(crate) const WORDS: usize = 512;
 
 /// Bytes of a chunk in the file.
 pub(crate) const CHUNK_LEN: usize = WORDS * 8;
 
-/// Chunks of a group: 1 GiB of RAM, 12 KiB of memory. A group is allocated with its first chunk, because the size of RAM is
-/// only a claim of the file or the source.
+/// Number of chunks in a group. A group covers 1 GiB of RAM; its table takes 12 KiB. The table is allocated with the group's
+/// first chunk, because the size of RAM that a file or source states may be false.
 const GROUP: usize = 512;
 
 type Chunk = Box<[AtomicU64]>;
 
 type Group = Box<[OnceLock<Chunk>]>;
 
-/// Entries of all pages.
+/// Index of a save file: the entries of all pages.
 pub(crate) struct Index {
     groups: Vec<OnceLock<Group>>,
     chunks: usize,
@@ -90,7 +90,7 @@ impl Index {
         (page < pages).then_some((first + page / WORDS, page % WORDS))
     }
 
-    /// Returns true if a chunk has its entries.
+    /// Returns true if a chunk's entries are in memory.
     pub(crate) fn has(&self, chunk: usize) -> bool {
         self.chunk(chunk).is_some()
     }
@@ -106,7 +106,7 @@ impl Index {
         let _ = self.place_of(chunk).set(words.collect());
     }
 
-    /// Returns the bytes of a chunk for the file, or `None` if all are 0.
+    /// Returns the bytes of a chunk for the file, or `None` if no entry of the chunk was ever set.
     pub(crate) fn bytes(&self, chunk: usize) -> Option<[u8; CHUNK_LEN]> {
         let words = self.chunk(chunk)?;
         let mut bytes = [0; CHUNK_LEN];
@@ -122,7 +122,7 @@ impl Index {
         Entry::decode(word.load(Ordering::Relaxed))
     }
 
-    /// Sets the entry of a page, with `None` for a zero page, and returns the previous one.
+    /// Sets the entry of a page, and returns the previous entry. `None` is a zero page in both.
     pub(crate) fn set(&self, (chunk, word): (usize, usize), entry: Option<Entry>) -> Option<Entry> {
         if entry.is_none() && self.chunk(chunk).is_none() {
             return None;

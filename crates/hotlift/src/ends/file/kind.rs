@@ -1,4 +1,4 @@
-//! Kinds of files, and which of them can hold a save file.
+//! Checks the kind of a file (regular file, link, device) before it is read or replaced.
 
 use std::fs::{self, File, FileType};
 use std::io::ErrorKind;
@@ -9,7 +9,7 @@ use rustix::fs::{Access, Mode, OFlags};
 
 use super::FileError;
 
-/// Returns the name of a kind that is not a regular file; `None` for a regular file.
+/// Returns the name of a file's kind, e.g. "a FIFO"; `None` for a regular file.
 pub(super) fn not_regular(kind: FileType) -> Option<&'static str> {
     let names = [
         (kind.is_symlink(), "a symbolic link"),
@@ -23,10 +23,13 @@ pub(super) fn not_regular(kind: FileType) -> Option<&'static str> {
     named.or_else(|| (!kind.is_file()).then_some("not a regular file"))
 }
 
-/// Opens a file for random access. Never blocks: the open of a FIFO would, until another process writes to it.
+/// Opens a file for random access, and never blocks. (A blocking open of a FIFO waits until another process writes to the
+/// FIFO.)
 ///
 /// # Errors
-/// [`FileError::NotReadable`] for anything but a regular file or a block device; [`FileError::Empty`]; [`FileError::Read`].
+/// - [`FileError::NotReadable`] if the path is neither a regular file nor a block device.
+/// - [`FileError::Empty`] for a regular file without bytes.
+/// - [`FileError::Read`] for an error of the system.
 pub fn open(path: &Path) -> Result<File, FileError> {
     let check = |kind: FileType| match not_regular(kind).filter(|_| !kind.is_block_device()) {
         Some(is) => Err(FileError::NotReadable {
@@ -41,7 +44,7 @@ pub fn open(path: &Path) -> Result<File, FileError> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let opened = rustix::fs::open(path, flags, Mode::empty());
     let file = File::from(opened.map_err(|errno| failed(errno.into()))?);
-    // Another file may have replaced it in between.
+    // Checked again: another file may have replaced the first one.
     let there = file.metadata().map_err(failed)?;
     check(there.file_type())?;
     // The metadata of a block device has no length.
@@ -53,7 +56,7 @@ pub fn open(path: &Path) -> Result<File, FileError> {
     Ok(file)
 }
 
-/// Returns the folder of a file.
+/// Returns the folder of a file; `.` for a path without a folder.
 pub(crate) fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -61,11 +64,11 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// Checks, before a save begins, that it can create its file or replace an existing one.
+/// Checks that a save can create the file `path`, or replace an existing file. Called before the save begins.
 ///
 /// # Errors
-/// [`FileError::NotReplaced`] for anything other than a regular file; [`FileError::Write`] if the folder does not exist or is
-/// not writable.
+/// - [`FileError::NotReplaced`] if `path` exists and is not a regular file.
+/// - [`FileError::Write`] if the folder does not exist or is not writable.
 pub fn check_target(path: &Path) -> Result<(), FileError> {
     let failed = |source| FileError::Write {
         path: path.to_owned(),

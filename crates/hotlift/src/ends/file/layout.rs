@@ -11,9 +11,9 @@
 //! foot      be32 length of the contents  be32 their CRC  "HLSAVEnd"
 //! ```
 //!
-//! A block has up to 64 pages from an aligned run of 64, all of one RAM block, compressed together. Bit n of `which` is page
-//! `first page` + n. Old content of a page stays in the file; the index has the position of the latest. Every CRC except the
-//! header's is seeded with the header's, so that a part of another file fails the check.
+//! A block has up to 64 pages of one RAM block, compressed together. The pages are from one aligned run of 64. Bit n of `which`
+//! stands for page `first page` + n. If a page is written again, its old content stays in the file; the index has its latest
+//! position. The header's CRC is the seed of all other CRCs. So a part that was copied from another file fails its check.
 
 use super::foreign::not_a_save;
 use hotlift_wire::multifd::Method;
@@ -25,7 +25,7 @@ use super::FileError;
 /// First bytes of a file. The line end detects a transfer in text mode.
 pub(crate) const MAGIC: [u8; 8] = *b"HLSAVE\r\n";
 
-/// Version of the format. The error for another version names it.
+/// Version of the format. A file with another version is rejected.
 pub(crate) const VERSION: u32 = 3;
 
 /// Last bytes of a file.
@@ -40,25 +40,28 @@ pub(crate) const BLOCK_HEAD_LEN: usize = 32;
 /// Bytes of the foot.
 pub(crate) const FOOT_LEN: usize = 16;
 
-/// Maximum length of a JSON text, in bytes; Hotlift's have some hundreds.
+/// Maximum length of a JSON text, in bytes. The texts that Hotlift writes have some hundred bytes.
 pub(crate) const JSON_MAX: usize = 64 << 10;
 
-/// Pages of a written block, a power of two up to 64. Measured on nine Silesia files with zstd 1 (an AMD EPYC): blocks of 4 KiB
-/// leave 0.40 of the bytes, 16 KiB 0.34, 32 KiB 0.33, 64 KiB 0.32, 256 KiB 0.30. A guest that waits for a page waits for the
-/// decoding of its block: 8, 25, 39, 73, 283 us. A dictionary built from the pages changes the ratio by 0.01.
+/// Number of pages in a written block, a power of two up to 64. A larger block compresses better. But a guest that waits for a
+/// page waits until its whole block is decoded. Measured on nine Silesia files with zstd 1 (an AMD EPYC), for blocks of 4, 16,
+/// 32, 64 and 256 KiB:
+///
+/// - Compressed size: 0.40, 0.34, 0.33, 0.32, 0.30 of the bytes. A dictionary built from the pages changes it by 0.01.
+/// - Time to decode a block: 8, 25, 39, 73, 283 us.
 pub(crate) const BLOCK_PAGES: u64 = 8;
 
-/// Pages that the bits of a block can address.
+/// Number of pages that the bits in a block's head can select.
 pub(crate) const WINDOW: u64 = 64;
 
-/// Facts that a save file states.
+/// Facts about the VM and the save, in the header of a save file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileInfo {
     /// Machine of the source, e.g. `pc-i440fx-10.0`; empty for a machine type up to 2.3, which does not send its name.
     pub machine: String,
     /// UUID of the VM, 32 hexadecimal digits; all zero if it has none.
     pub uuid: String,
-    /// Compression method of the pages that shrink.
+    /// Compression method. Pages that do not shrink are stored uncompressed.
     pub method: String,
     /// Time when the file was created, in seconds since 1970.
     pub begun: u64,
@@ -69,11 +72,12 @@ pub struct FileInfo {
     /// Description of the source's VM, from the command that wrote the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<Value>,
-    /// Reserved: id of a base file with the pages that this one lacks. This version neither writes nor reads such files.
+    /// Reserved: id of a base file with the pages that this file lacks. This version neither writes nor reads files with a
+    /// base.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<u64>,
-    /// QEMU's property `multifd-flush-after-each-section`, if the source's multifd channels have shown it. Readers that do not
-    /// know the field work without it.
+    /// QEMU's property `multifd-flush-after-each-section`; `None` if the source's multifd channels have not shown it. Readers
+    /// that do not know this field ignore it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub flush_after_each_section: Option<bool>,
     /// Time when the guest was paused, in seconds since 1970, from the table of contents; `None` in files of older versions.
@@ -82,18 +86,19 @@ pub struct FileInfo {
 }
 
 impl FileInfo {
-    /// Returns the time when the guest's clock stopped, in seconds since 1970; for a file of an older version its creation.
+    /// Returns the time when the guest was paused, in seconds since 1970. For a file of an older version, returns the time when
+    /// the file was created.
     #[must_use]
     pub fn saved_at(&self) -> u64 {
         self.paused.unwrap_or(self.begun)
     }
 
-    /// Returns the text of a VM's UUID.
+    /// Returns a VM's UUID as 32 hexadecimal digits.
     pub(crate) fn uuid_text(uuid: [u8; 16]) -> String {
         uuid.map(|byte| format!("{byte:02x}")).concat()
     }
 
-    /// Returns the VM's UUID, if the text is valid.
+    /// Returns the VM's UUID; `None` if its text is not hexadecimal.
     pub(crate) fn uuid_bytes(&self) -> Option<[u8; 16]> {
         let digits = u128::from_str_radix(&self.uuid, 16).ok()?;
         Some(digits.to_be_bytes())
@@ -131,7 +136,8 @@ pub(crate) fn info_len(head: &[u8; HEAD_LEN]) -> Result<usize, FileError> {
         .ok_or(damaged("the header", 0))
 }
 
-/// Decodes the rest of a header, the JSON text and the CRC; `head` is its first part.
+/// Decodes and verifies a header, and returns the facts and the header's CRC. `head` is its first part, `rest` the JSON text
+/// and the CRC.
 pub(crate) fn read_info(head: &[u8; HEAD_LEN], rest: &[u8]) -> Result<(FileInfo, u32), FileError> {
     let (json, crc) = rest
         .split_last_chunk()
@@ -159,7 +165,7 @@ pub(crate) fn crc_of(seed: u32, parts: &[&[u8]]) -> u32 {
     hasher.finalize()
 }
 
-/// Head of a block.
+/// Head of a block: describes the payload that follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BlockHead {
     pub method: Method,
@@ -167,14 +173,14 @@ pub(crate) struct BlockHead {
     pub ram_block: usize,
     /// Length of the payload, in bytes.
     pub length: usize,
-    /// Number of the page of bit 0 of `which`.
+    /// Number of the page that bit 0 of `which` stands for.
     pub first: u64,
     pub which: u64,
 }
 
 impl BlockHead {
-    /// Returns the head of a block with the first of `pages`, as long as they ascend within one aligned run of [`BLOCK_PAGES`],
-    /// and their number. Returns `None` without pages.
+    /// Returns the head of the next block to write, and the number of its pages. The block takes the first of `pages`, as long
+    /// as they ascend and are in the same aligned run of [`BLOCK_PAGES`]. Returns `None` if `pages` is empty.
     pub(crate) fn of(ram_block: usize, pages: impl Iterator<Item = u64>) -> Option<(Self, usize)> {
         let mut pages = pages.peekable();
         let first = pages.peek().map(|page| page / BLOCK_PAGES * BLOCK_PAGES)?;
@@ -198,7 +204,7 @@ impl BlockHead {
         Some((head, count))
     }
 
-    /// Returns the numbers of the block's pages, in the order of their content.
+    /// Returns the numbers of the block's pages, in the order of the payload.
     pub(crate) fn pages(&self) -> impl Iterator<Item = u64> + use<> {
         let (first, which) = (self.first, self.which);
         (0..WINDOW)
@@ -211,7 +217,7 @@ impl BlockHead {
         self.which.count_ones() as usize
     }
 
-    /// Encodes the head of a block with that payload at byte `position`.
+    /// Encodes the head of a block with this payload, to be written at byte `position` of the file.
     pub(crate) fn encode(&self, seed: u32, position: u64, payload: &[u8]) -> [u8; BLOCK_HEAD_LEN] {
         let length = u32::try_from(payload.len()).unwrap_or(u32::MAX);
         let ram_block = u16::try_from(self.ram_block).unwrap_or(u16::MAX);
@@ -226,8 +232,8 @@ impl BlockHead {
         bytes
     }
 
-    /// Decodes and verifies the block at the start of `bytes`, which begin at byte `position` and may extend past the block.
-    /// Returns its head and its payload, or `None` if it is damaged.
+    /// Decodes and verifies the block at the start of `bytes`, and returns its head and payload; `None` for a damaged block.
+    /// `bytes` was read from byte `position` of the file on, and may be longer than the block.
     pub(crate) fn decode(bytes: &[u8], seed: u32, position: u64) -> Option<(Self, &[u8])> {
         let (head, rest) = bytes.split_first_chunk::<BLOCK_HEAD_LEN>()?;
         let length = usize::try_from(be32(head, 12)).ok()?;
@@ -248,7 +254,7 @@ impl BlockHead {
     }
 }
 
-/// Position of a page: its block, and its index among the pages of the block.
+/// Index entry of a page: the position of its block, and the page's place in the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Entry {
     /// Position of the block's first byte.
@@ -259,16 +265,16 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    /// Unit of lengths, in bytes.
+    /// Unit in which the index stores lengths, in bytes.
     const UNIT: usize = 64;
     const PLACE_BITS: u32 = 6;
     const LENGTH_BITS: u32 = 14;
     const POSITION_BITS: u32 = u64::BITS - Self::PLACE_BITS - Self::LENGTH_BITS;
 
-    /// Maximum length of a file, in bytes: 16 TiB.
+    /// Highest file position at which a block can start. It limits a file to 16 TiB.
     pub(crate) const LAST_POSITION: u64 = (1 << Self::POSITION_BITS) - 1;
 
-    /// Encodes the entry for the index. It is never 0, because a header precedes all blocks.
+    /// Encodes the entry for the index. The result is never 0 (a zero page), because no block is at position 0.
     pub(crate) fn encode(self) -> u64 {
         let units = self.length.div_ceil(Self::UNIT) as u64;
         self.position << (Self::PLACE_BITS + Self::LENGTH_BITS)
@@ -289,7 +295,7 @@ impl Entry {
     }
 }
 
-/// A part of the file with its own CRC.
+/// A part of the file, which has its own CRC.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Part {
     pub position: u64,
@@ -297,16 +303,16 @@ pub(crate) struct Part {
     pub crc: u32,
 }
 
-/// Blocks of one method.
+/// Statistics of the blocks of one compression method.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
     /// Name of the method.
     pub method: String,
-    /// Number of blocks, including those whose pages were rewritten later.
+    /// Number of blocks. Blocks whose pages were rewritten later are included.
     pub blocks: u64,
-    /// Number of their pages.
+    /// Number of pages in these blocks.
     pub pages: u64,
-    /// Their bytes in the file.
+    /// Length of these blocks in the file, in bytes.
     pub bytes: u64,
 }
 
@@ -317,12 +323,13 @@ pub(crate) struct Contents {
     pub index: u64,
     pub checks: Part,
     pub state: Part,
-    /// Offset of EOF in the state.
+    /// Offset of EOF in the `state` part, in bytes.
     pub eof: u64,
     /// EOF and VM description, which replace the state's data from EOF on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub end: Option<Part>,
-    /// Position from which on blocks have pages that were sent again: the guest wrote them last.
+    /// File position of the first block with pages that were sent again, because the guest had rewritten them. Blocks after it
+    /// may have such pages too.
     pub written_last: u64,
     /// Time when the guest was paused, in seconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -342,7 +349,7 @@ impl Contents {
         Ok(bytes)
     }
 
-    /// Returns the length of the JSON text before the foot at `position`, the last bytes of a file.
+    /// Returns the length of the table of contents, in bytes. `foot` has the last bytes of the file, at `position`.
     pub(crate) fn length(foot: &[u8; FOOT_LEN], position: u64) -> Result<usize, FileError> {
         if foot[8..] != END {
             return Err(FileError::Truncated { position });
@@ -353,7 +360,7 @@ impl Contents {
             .ok_or(damaged("the foot", position))
     }
 
-    /// Decodes the JSON text that begins at `position`; `foot` has its CRC.
+    /// Decodes and verifies the table of contents, which begins at `position`. `foot` has its CRC.
     pub(crate) fn decode(
         json: &[u8],
         foot: &[u8; FOOT_LEN],

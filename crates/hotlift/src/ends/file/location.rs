@@ -23,7 +23,7 @@ pub enum Location {
 pub struct RemoteFile {
     /// Address of the server.
     pub address: Address,
-    /// Name of the file there, without a path.
+    /// Name of the file on the server, without a path.
     pub name: String,
     /// TLS to the server; `None` for a plain connection.
     pub tls: Option<Arc<Tls>>,
@@ -33,7 +33,7 @@ impl Location {
     /// Parses a user's argument: `tcp:HOST:PORT/NAME`, `unix:PATH/NAME`, or else a path. Sets no TLS.
     ///
     /// # Errors
-    /// [`TransportError`] for a text that begins like an address, but is not an address followed by a name.
+    /// [`TransportError`] if the text begins with `tcp:` or `unix:`, but has no valid address or no name.
     pub fn parse(text: &OsStr) -> Result<Self, TransportError> {
         let is_address = |bytes: &[u8]| bytes.starts_with(b"tcp:") || bytes.starts_with(b"unix:");
         let uri = match text.to_str() {

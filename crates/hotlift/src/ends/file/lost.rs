@@ -1,4 +1,4 @@
-//! Pages lost in a damaged file. If the operator wants to continue without them, they become zero pages.
+//! Pages lost in a damaged file. If the operator allows it, a restore replaces them with zero pages.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,7 +13,7 @@ use crate::lock::lock;
 /// Pages whose content is lost with one part of a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LostPages {
-    /// Damage of the part.
+    /// Description of the damage.
     pub reason: String,
     /// File position of the part.
     pub position: u64,
@@ -44,7 +44,8 @@ impl fmt::Display for LostPages {
 pub(crate) struct Lost(Mutex<BTreeMap<u64, LostPages>>);
 
 impl Lost {
-    /// Records the result of `lost` for the part of the file at `position`. Returns it unless the part is already known.
+    /// Records the result of `lost` for the damaged part at file position `position`, and returns it. Returns `None` if this
+    /// part is already recorded.
     pub(super) fn keep(
         &self,
         position: u64,
@@ -65,7 +66,7 @@ impl Lost {
     }
 }
 
-/// Returns true if an error concerns one part of a file, so that others are still readable.
+/// Returns true if an error affects only a part of a file, and other parts are still readable.
 pub(crate) fn is_of_a_part(error: &MigrationError) -> bool {
     match error {
         MigrationError::File(error) => !error.is_final(),

@@ -38,14 +38,16 @@ impl Block {
 }
 
 impl MappedFile {
-    /// Reads the stream that starts at byte `offset` of the file, skipping the pages, to its last byte.
+    /// Opens the file, and reads its stream except the pages. The stream starts at byte `offset`, and must reach to the last
+    /// byte.
     pub(crate) fn open(path: &Path, offset: u64) -> Result<Self, FileError> {
         let mut source = Self::unread(path)?;
         source.read(offset)?;
         Ok(source)
     }
 
-    /// Reads a file that may be damaged or truncated as far as possible, and returns the error that ended it.
+    /// Opens a file that may be damaged or truncated. Reads up to the first error, and returns this error; `None` for an
+    /// undamaged file.
     ///
     /// # Errors
     /// [`FileError`] if not even the machine can be read.
@@ -89,7 +91,7 @@ impl MappedFile {
         })
     }
 
-    /// Reads everything before the devices, and returns their position.
+    /// Reads the stream up to the device state, and returns the position of the device state.
     fn walk(&mut self, offset: u64, length: u64) -> Result<u64, FileError> {
         let mut decoder = MappedRamDecoder::new(offset, length);
         let mut input = vec![0; limits::MAPPED_RAM_RECORD];
@@ -122,7 +124,7 @@ impl MappedFile {
                     configuration.capabilities.retain(|name| name != MAPPED_RAM);
                     self.stream.configuration = configuration;
                 }
-                // Not kept: there is no source to answer to.
+                // Ignored: a file has no source that waits for an answer.
                 MappedEvent::Command(Command::OpenReturnPath | Command::Ping(_)) => {}
                 MappedEvent::Command(Command::PostcopyAdvise { .. }) => {
                     let source = WireError::Unsupported {
@@ -146,8 +148,8 @@ impl MappedFile {
         }
     }
 
-    /// Reads the bitmap of a block. The decoder has checked that bitmap and pages are within the file, but a sparse file can
-    /// have any length.
+    /// Reads the bitmap of a RAM block. The decoder has checked that the bitmap is within the file. The size is checked here
+    /// too, because a sparse file can have any length.
     fn read_bitmap(&self, place: &MappedBlock) -> Result<Vec<u64>, FileError> {
         let before = self.blocks.iter().map(|block| &block.place.entry);
         check_ram(before.chain([&place.entry])).map_err(|source| FileError::Stream {
@@ -161,7 +163,7 @@ impl MappedFile {
         Ok(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
     }
 
-    /// Finds the devices, and reads EOF and the VM description, up to the file's last byte.
+    /// Finds EOF after the device state, and reads it and the VM description, which must end the file.
     fn find_end(&mut self, position: u64, length: u64) -> Result<(), FileError> {
         let mut search = EofSearch::default();
         let (mut held, mut at) = (Vec::new(), position);
@@ -219,7 +221,7 @@ impl PageMap for MappedFile {
         Ok(())
     }
 
-    /// Reads neighbouring pages of the file together.
+    /// Reads pages that are neighbours in the file with one read.
     fn fill(
         &self,
         (): &mut (),

@@ -51,8 +51,8 @@ struct Block {
 }
 
 impl MappedRamSink {
-    /// Creates the file to be named `path`, up to the devices after the RAM blocks. It has one writing thread per multifd
-    /// channel of the options.
+    /// Creates the file that later gets the name `path`, and writes the stream up to the device state. One thread writes for
+    /// each multifd channel of the options.
     pub(crate) fn create(
         path: &Path,
         settings: &RelaySettings,
@@ -106,7 +106,7 @@ impl MappedRamSink {
         Ok(())
     }
 
-    /// Appends to the stream.
+    /// Appends `bytes` to the stream in the file.
     fn append(&self, bytes: &[u8]) -> Result<(), MigrationError> {
         let position = self
             .position
@@ -129,7 +129,8 @@ impl MappedRamSink {
     }
 }
 
-/// Returns header and configuration of a file.
+/// Encodes the file header and the configuration. A machine type or a capability that `mapped-ram` does not support is an
+/// error.
 fn head(configuration: &Configuration) -> Result<Vec<u8>, MigrationError> {
     let refused = |reason| Err(FileError::CannotBeSaved { reason }.into());
     if configuration.is_absent() {
@@ -156,7 +157,7 @@ impl Sink for MappedRamSink {
         Ok(Box::new(Writer(self)))
     }
 
-    /// A PING is left out: a file cannot answer it, and QEMU rejects one without a return path.
+    /// A PING is left out: a file cannot answer it, and QEMU rejects a PING without a return path.
     fn command(&self, command: Command) -> Result<(), MigrationError> {
         if command != Command::SwitchoverStart {
             return Ok(());
@@ -171,7 +172,7 @@ impl Sink for MappedRamSink {
         self.append(&section.bytes)
     }
 
-    /// No barrier is needed: each page has one place, and a later write replaces an earlier one.
+    /// No barrier is needed: each page has a fixed offset in the file, and a later write replaces the earlier content.
     fn barrier(&self) -> Result<(), MigrationError> {
         Ok(())
     }

@@ -74,8 +74,8 @@ use crate::error::MigrationError;
 use crate::options::{OptionError, StreamOptions};
 use mapped_file::MappedFile;
 
-/// Limit for the RAM of a VM in a `mapped-ram` file, in bytes: 16 TiB, as in the largest hosts. Its bitmaps, all in memory,
-/// take 512 MiB.
+/// Maximum RAM of a VM in a file, in bytes: 16 TiB, as in the largest hosts. The page bitmaps of a `mapped-ram` file are all in
+/// memory, and then take 512 MiB.
 const RAM_MAX: u64 = 16 << 40;
 
 /// Returns the total length of all RAM blocks, in bytes. More than [`RAM_MAX`] is an error.
@@ -105,7 +105,7 @@ fn apply_delta(
     })
 }
 
-/// Capability that leaves shared RAM out of a stream.
+/// Capability of a stream that leaves out shared RAM.
 const IGNORE_SHARED: &str = "x-ignore-shared";
 
 /// Format of a VM in a file.
@@ -143,7 +143,8 @@ impl FileFormat {
     }
 }
 
-/// Reads the facts that a file of Hotlift's format states, without its pages. Cancelling `control` ends the wait for a server.
+/// Reads the facts in the header of a save file in Hotlift's format. Reads no pages. Cancelling `control` ends the wait for a
+/// file server.
 ///
 /// # Errors
 /// [`FileError`] for a file that cannot be read, has another format, or has a damaged header.
@@ -199,7 +200,7 @@ impl SavedVm {
         Self::Blocks(Box::new(FileSource::new(file)))
     }
 
-    /// Returns the pages lost so far.
+    /// Returns the lost pages recorded so far; always empty for a `mapped-ram` file.
     pub(crate) fn lost(&self) -> Vec<LostPages> {
         match self {
             Self::Blocks(file) => file.file().lost(),

@@ -1,4 +1,4 @@
-//! Random access to a file.
+//! Random access to a file on this host or on a file server.
 
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
@@ -45,7 +45,7 @@ impl OpenFile {
         })
     }
 
-    /// Opens the file at any location. Cancelling `control` ends the wait for a server.
+    /// Opens the file at `location`. Cancelling `control` ends the wait for a file server.
     pub(crate) fn open_at(location: &Location, control: &Control) -> Result<Self, FileError> {
         let file = match location {
             Location::Path(path) => return Self::open(path),
@@ -70,14 +70,15 @@ impl OpenFile {
         }
     }
 
-    /// Sets the time for which reads retry after the connection to the server is lost.
+    /// Sets the time for which reads retry after the connection to the file server is lost. Does nothing for a local file.
     pub(crate) fn persist(&self, timeout: Duration) {
         if let Some(file) = self.remote() {
             file.persist(timeout);
         }
     }
 
-    /// Reads from `position` on, at most the length of `into`, and returns the number of bytes. It is smaller only at the end.
+    /// Reads bytes from `position` on into `into`, and returns their number. It is less than `into.len()` only at the end of
+    /// the file.
     pub(crate) fn read_some(&self, into: &mut [u8], position: u64) -> Result<usize, FileError> {
         match &self.bytes {
             Bytes::Local { file, path } => {

@@ -17,8 +17,8 @@ use super::kind::{check_target, folder_of};
 /// Maximum number of slices in one system call.
 const SLICES: usize = 16;
 
-/// Bytes reserved for data written after the report to the source that its guest is safe: EOF, a VM description of 100 KB to
-/// some MB, and a table of contents.
+/// Disk space reserved for the end of the file, in bytes: EOF, a VM description of 100 KB to some MB, and a table of contents.
+/// The end is written after the source has learned that its guest is safe, so a full disk must be noticed before.
 const END: u64 = 4 << 20;
 
 /// File descriptors of this process, by number.
@@ -31,14 +31,14 @@ pub(crate) struct PartialFile {
     file: File,
     path: PathBuf,
     folder: PathBuf,
-    /// The open folder: its sync puts a rename on disk.
+    /// The open folder. Its sync makes the rename of the file permanent.
     folder_file: File,
     name: Mutex<Name>,
 }
 
 #[derive(Debug)]
 enum Name {
-    /// The file vanishes with the process, even if that is killed.
+    /// The file has no name. It disappears when the process ends, even if the process is killed.
     None,
     /// Random name in the file's folder, removed when this value is dropped.
     Random(TempPath),
@@ -50,7 +50,8 @@ impl PartialFile {
     /// Creates the file, readable by its owner only, because a guest's memory holds secrets.
     ///
     /// # Errors
-    /// Also [`FileError::NotReplaced`] if the existing file is not a regular file of this user.
+    /// - [`FileError::Write`] if the file cannot be created.
+    /// - [`FileError::NotReplaced`] if `path` exists and is not a regular file of this user.
     pub(crate) fn create(path: &Path) -> Result<Self, FileError> {
         let failed = |source| write_error(path, source);
         let folder = folder_of(path);
@@ -99,8 +100,11 @@ impl PartialFile {
         Ok(())
     }
 
-    /// Does everything that can fail for lack of space or permissions. Puts all data on disk, reserves space for the file's end
-    /// at `position` if the file system can, and gives the file a random name.
+    /// Does everything that can fail for lack of space or permissions:
+    ///
+    /// - puts all data on disk
+    /// - reserves space for the file's end at `position`, if the file system can
+    /// - gives the file a random name
     pub(crate) fn settle(&self, position: u64) -> Result<(), FileError> {
         match rustix::fs::fallocate(&self.file, FallocateFlags::KEEP_SIZE, position, END) {
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::INTR) => {}
@@ -117,7 +121,7 @@ impl PartialFile {
         if let Name::None = name {
             let open = format!("{OPEN_FILES}/{}", self.file.as_raw_fd());
             let link = |to: &Path| {
-                // Fails if the name exists; then another one is tried.
+                // Fails if the name exists; `make_in` then tries another name.
                 let linked = rustix::fs::linkat(CWD, &open, CWD, to, AtFlags::SYMLINK_FOLLOW);
                 linked.map_err(io::Error::from)
             };
@@ -130,7 +134,7 @@ impl PartialFile {
     /// Completes the file with `length` bytes: puts it on disk and gives it its name, replacing an existing file.
     ///
     /// # Errors
-    /// Only before the file has its name; it is discarded then.
+    /// Errors occur only before the file gets its name. The file is then discarded.
     pub(crate) fn publish(&self, length: u64) -> Result<(), FileError> {
         let mut name = self.lock();
         // Also frees reserved space that was not used.
@@ -152,7 +156,7 @@ impl PartialFile {
         Ok(())
     }
 
-    /// Removes the file, unless it has its name.
+    /// Removes the file, unless [`PartialFile::publish`] has given it its name.
     pub(crate) fn discard(&self) {
         *self.lock() = Name::Settled;
     }
@@ -162,7 +166,7 @@ impl PartialFile {
     }
 }
 
-/// Creates a new file in `folder`.
+/// Creates a new file in `folder`, without a name if possible.
 fn open_in(folder: &Path) -> io::Result<(File, Name)> {
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     // Without `/proc`, an unnamed file could not get a name later.
@@ -179,15 +183,15 @@ fn open_in(folder: &Path) -> io::Result<(File, Name)> {
     Ok((file, Name::Random(path)))
 }
 
-/// Returns temporary names. They are short, because the final name may have the maximum length.
+/// Returns a generator of temporary names. They are short, because the final name may have the maximum length.
 fn names() -> tempfile::Builder<'static, 'static> {
     let mut names = tempfile::Builder::new();
     names.prefix(".hotlift-").suffix(".partial");
     names
 }
 
-/// Allows the replacement only of a regular file with the same owner. Replacing a device is wrong, a link is rarely intended,
-/// and a file of another user must not be deleted.
+/// Checks that `path` does not exist, or is a regular file with the same owner as `file`. A save must not replace a device, a
+/// link, or a file of another user.
 fn check_replaceable(path: &Path, file: &File) -> Result<(), FileError> {
     check_target(path)?;
     let failed = |source| write_error(path, source);

@@ -5,13 +5,14 @@ use super::exchange::Range;
 use super::layout::Entry;
 use super::remote::RemoteReader;
 
-/// Largest gap between two blocks, in bytes, that is read together with them.
+/// Largest gap between two blocks that one read covers, in bytes.
 const GAP: u64 = 16 << 10;
 
-/// Maximum length of a range, in bytes.
+/// Maximum length of one read, in bytes.
 const RANGE: u64 = 1 << 20;
 
-/// Maximum bytes in memory. A file of Hotlift needs at most half of it for 4 MiB of RAM; the rest is read on demand.
+/// Maximum size of all prefetched ranges, in bytes. 4 MiB of RAM need at most half of it; blocks that exceed it are read on
+/// demand.
 const MAX_CACHED: usize = 8 << 20;
 
 /// Prefetched ranges of one thread.
@@ -22,10 +23,10 @@ pub(crate) struct PrefetchedRanges {
 }
 
 impl PrefetchedRanges {
-    /// Reads the blocks of `entries`, and drops earlier ranges.
+    /// Reads the blocks of `entries`, and drops all earlier ranges.
     ///
     /// # Errors
-    /// Errors of the server. Errors in the file are reported when the page is read.
+    /// Errors of the server. An error in the file is not reported here, but when its page is read.
     pub(crate) fn fill(
         &mut self,
         file: &RemoteReader,
@@ -51,7 +52,8 @@ impl PrefetchedRanges {
         }
     }
 
-    /// Fills `into` with prefetched bytes from `position` on, and returns their number. Returns `None` if some are missing.
+    /// Fills `into` with prefetched bytes from `position` on, and returns their number. Returns `None` if not all bytes were
+    /// prefetched.
     pub(crate) fn copy(&self, into: &mut [u8], position: u64) -> Option<usize> {
         let behind = self.ranges.partition_point(|(start, _)| *start <= position);
         let (start, bytes) = self.ranges.get(behind.checked_sub(1)?)?;
@@ -63,7 +65,7 @@ impl PrefetchedRanges {
     }
 }
 
-/// Merges the blocks into ranges.
+/// Merges neighbouring blocks into ranges; each range has a buffer for its bytes.
 fn ranges(entries: impl Iterator<Item = Entry>) -> Vec<(u64, Vec<u8>)> {
     let mut blocks: Vec<_> = entries
         .map(|entry| (entry.position, entry.position + entry.length as u64))

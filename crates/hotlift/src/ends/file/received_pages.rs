@@ -1,4 +1,4 @@
-//! Tracks which pages of a stream have arrived, so that a file without some of them does not count as complete.
+//! Tracks which pages of a stream have arrived. A save with missing pages fails.
 
 use std::sync::Mutex;
 
@@ -13,8 +13,8 @@ use crate::lock::lock;
 use crate::pipe::batch::Batch;
 use crate::pipe::settings::UnusedRam;
 
-/// Pages that share a bitmap: 128 MiB of RAM, 4 KiB. The bitmap exists only while the part is incomplete. A source sends RAM in
-/// order, so only few bitmaps exist at a time, whatever the size of RAM.
+/// Number of pages in a part: 128 MiB of RAM, whose bitmap has 4 KiB. The bitmap exists only while the part is incomplete. A
+/// source sends RAM in order, so only few bitmaps exist at a time.
 const PART: u64 = 1 << 15;
 
 const PART_BYTES: usize = 4 << 10;
@@ -31,7 +31,7 @@ struct Block {
     parts: Vec<Mutex<Part>>,
 }
 
-/// Received pages of the part.
+/// State of a part: no page, some pages, or all pages received.
 enum Part {
     None,
     Some {
@@ -50,7 +50,7 @@ impl Block {
         all.saturating_sub(before).min(PART)
     }
 
-    /// Returns true if all pages that are plugged in `memory`, the device of this block, have arrived.
+    /// Returns true if all plugged pages of this block have arrived. `memory` is the virtio-mem device of the block.
     fn has_all_of(&self, memory: &PluggableMemory) -> bool {
         let offset = |page: u64| page * PAGE_SIZE as u64;
         (0..).zip(&self.parts).all(|(index, part)| {
@@ -72,7 +72,7 @@ impl Block {
         })
     }
 
-    /// Returns the number of missing bytes, and the byte offset of the first one.
+    /// Returns the number of missing bytes, and the byte offset of the first missing page; `None` if no page is missing.
     fn missing(&self) -> (u64, Option<u64>) {
         let (mut count, mut first) = (0, None);
         for (index, part) in self.parts.iter().enumerate() {
@@ -93,7 +93,7 @@ impl Block {
 }
 
 impl ReceivedPages {
-    /// Creates the record of these RAM blocks, without any pages. Received pages charge their memory to `memory`.
+    /// Creates the record for these RAM blocks; no page has arrived yet. The bitmaps are charged to `memory`.
     pub fn new(blocks: &[RamBlockEntry], memory: &MemoryLimit) -> Self {
         let part_length = PART * PAGE_SIZE as u64;
         let blocks = blocks.iter().map(|block| Block {
@@ -109,10 +109,10 @@ impl ReceivedPages {
         }
     }
 
-    /// Records the pages of a batch, which are within its block.
+    /// Records the pages of a batch as received. They must be within their RAM block.
     ///
     /// # Errors
-    /// If the memory limit is reached.
+    /// Returns an error if the memory limit is reached.
     pub fn record(&self, batch: &Batch) -> Result<(), MigrationError> {
         let block = &self.blocks[batch.block];
         let page = |offset: &u64| offset / PAGE_SIZE as u64;
@@ -158,8 +158,11 @@ impl ReceivedPages {
         Ok(())
     }
 
-    /// Checks that all pages have arrived, except those that the source reports as left out: in `unused_ram`, or, for
-    /// virtio-mem, in the stream (`memory_devices`). A report in the stream covers each page of its block, and has precedence.
+    /// Checks that all pages have arrived, except pages that the source has left out:
+    ///
+    /// - unplugged pages of a virtio-mem device, which the stream reports for each page (`memory_devices`); this report has
+    ///   precedence
+    /// - other unused pages that `unused_ram` permits
     ///
     /// # Errors
     /// [`FileError::Incomplete`] with the first RAM block that lacks pages.

@@ -1,8 +1,7 @@
 //! A file on another host, read over its own connections.
 //!
-//! Each read has its own connection, so that a read for a waiting guest does not queue behind background reads. So there are as
-//! many connections as concurrent readers. Reads are idempotent: after a lost connection the read is repeated on a new one, on
-//! which the file must be unchanged.
+//! Concurrent reads use separate connections, so a read for a waiting guest does not queue after background reads. After the
+//! loss of a connection, its read is repeated on a new connection. The file must not have changed in the meantime.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
@@ -19,8 +18,8 @@ use crate::life::wake_fd::WakeFd;
 use crate::lock::lock;
 use crate::stream::handshake;
 
-/// Time for which a part of the file that the server cannot read is retried: its disk or network file system may have a short
-/// failure. A part that stays unreadable counts as damaged, and the guest gets the rest.
+/// Time for which a failed read of the server's disk or network file system is retried, because the failure may be short. A
+/// part that stays unreadable counts as damaged; other parts are still read.
 const UNREADABLE: Duration = Duration::from_secs(5);
 
 /// Pause before the second attempt to connect, and the maximum pause.
@@ -31,19 +30,20 @@ pub(crate) struct RemoteReader {
     file: RemoteFile,
     visitor: u64,
     opened: Opened,
-    /// Unused connections, each with the descriptor that ends its waits.
+    /// Unused connections, each with the descriptor that wakes its waiting reader.
     idle: Mutex<Vec<(Stream, WakeFd)>>,
-    /// Control of the caller that opened the file: its cancel ends reads until [`RemoteReader::persist`].
+    /// Control of the caller that opened the file. Cancelling it ends all reads, until [`RemoteReader::persist`] is called.
     control: Control,
-    /// Time for which reads retry after a lost connection; unset for no retry.
+    /// Time for which reads retry after the loss of a connection; no retry while it is unset.
     timeout: OnceLock<Duration>,
-    /// Life that [`RemoteReader::cancel_reads`] closes.
+    /// Lifetime of all waits; [`RemoteReader::cancel_reads`] closes it.
     waits: Life,
     is_lost: AtomicBool,
 }
 
 impl RemoteReader {
-    /// Opens the file. Once `control` is stopped, this and all reads fail, until [`RemoteReader::persist`].
+    /// Connects and opens the file. After a stop of `control`, this call and all reads fail, until [`RemoteReader::persist`] is
+    /// called.
     pub(super) fn open(file: &RemoteFile, control: &Control) -> Result<Self, FileError> {
         let failed = |source| FileError::server(file, source);
         let id = handshake::new_id().map_err(|source| failed(ServerError::Connection(source)))?;
@@ -78,7 +78,8 @@ impl RemoteReader {
         self.opened.length
     }
 
-    /// Sets the retry time after a lost connection. From now on only [`RemoteReader::cancel_reads`] cancels reads.
+    /// Sets the retry time after the loss of a connection. From then on, a cancel of the control has no effect: only
+    /// [`RemoteReader::cancel_reads`] ends reads.
     pub(super) fn persist(&self, timeout: Duration) {
         let _ = self.timeout.set(timeout);
     }
@@ -88,7 +89,7 @@ impl RemoteReader {
         self.is_lost.load(Ordering::Acquire)
     }
 
-    /// Cancels all current and later reads.
+    /// Cancels all current and future reads.
     pub(crate) fn cancel_reads(&self) {
         self.waits.close();
     }
@@ -97,7 +98,8 @@ impl RemoteReader {
         self.waits.is_stopped() || self.timeout.get().is_none() && self.control.life().is_stopped()
     }
 
-    /// Fills ranges of the file, all requested at once.
+    /// Reads all `ranges` in one exchange with the server. After the loss of a connection, retries for the time set by
+    /// [`RemoteReader::persist`].
     pub(super) fn read(&self, ranges: &mut [Range<'_>]) -> Result<(), FileError> {
         let mut since = None;
         let mut pause = Duration::ZERO;
@@ -145,7 +147,7 @@ impl RemoteReader {
         let outcome = exchange(&stream, &self.file, ranges, wake_fd.stop(is_over));
         let mut idle = lock(&self.idle);
         match outcome {
-            // The unused connections are most likely lost as well.
+            // The unused connections are probably lost as well.
             Err(ReadFailure::Lost(_)) => idle.clear(),
             _ => idle.push((stream, wake_fd)),
         }

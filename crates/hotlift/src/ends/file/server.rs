@@ -1,7 +1,7 @@
 //! Serves the save files of a folder to other hosts: ranges of their bytes, to all admitted clients.
 //!
-//! The file's own checksums protect its content up to the host that restores it, so nothing is decoded here. Each connection
-//! that has named a file has a thread: there are few, and they are nearly always idle.
+//! Nothing is decoded here: the host that restores the file verifies its checksums. Each connection with an open file has a
+//! thread. Connections are few, and nearly always idle.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -43,7 +43,7 @@ const OPENING_LEN: usize = 32 + limits::FILE_NAME;
 /// (keepalive).
 const UNREAD_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Pause after an error of the accept loop, e.g. if there are no file descriptors, before it continues.
+/// Pause of the accept loop after an error, e.g. if no file descriptor is free.
 const RETRY: Duration = Duration::from_millis(50);
 
 /// A client's use of a file, over all of its concurrent connections.
@@ -78,8 +78,9 @@ pub enum ServerEvent {
     ReadFailure(io::Error),
 }
 
-/// Serves the save files in `folder` to the clients of `listener`, until `control` is cancelled. Serves only complete files
-/// directly in the folder whose names do not begin with a dot; follows no links.
+/// Serves the save files in `folder` to the clients of `listener`, until `control` is cancelled.
+///
+/// Serves only complete files directly in the folder. Follows no links, and serves no file whose name begins with a dot.
 ///
 /// # Errors
 /// [`MigrationError::File`] for a folder that cannot be read; [`MigrationError::Connection`] if there are no file descriptors.
@@ -109,7 +110,7 @@ pub(super) struct ConnectionQuota {
     pub idle: Duration,
 }
 
-/// Serves with the given limits.
+/// Serves as [`serve`], with the limits `places`.
 pub(super) fn serve_some(
     listener: &Listener,
     tls: Option<Arc<Tls>>,
@@ -117,7 +118,7 @@ pub(super) fn serve_some(
     control: &Control,
     (on_event, places): (&(dyn Fn(ServerEvent) + Sync), ConnectionQuota),
 ) -> Result<(), MigrationError> {
-    // Opened before the folder, whose descriptor is the last that a server without connections opens.
+    // Before the folder is opened, because its descriptor must be the last that a server without connections opens.
     let admission = Admission::new(listener, tls, VISITORS);
     let mut admission = admission.map_err(MigrationError::opening)?;
     let wake_fd = WakeFd::new(control.life()).map_err(MigrationError::opening)?;
@@ -153,7 +154,7 @@ struct Server<'a> {
     guests: Mutex<CurrentReaders>,
 }
 
-/// Open connections to a server, and the visits that they belong to.
+/// Open connections of a server, and their visits: the use of one file by one client.
 #[derive(Default)]
 struct CurrentReaders {
     /// Connections by number.
@@ -171,8 +172,8 @@ struct Connection {
 }
 
 impl CurrentReaders {
-    /// Returns true if `visitor` may have another connection. At a limit, closes an idle connection: one of `visitor` if its
-    /// own limit is reached, else any.
+    /// Returns true if `visitor` may have another connection. If a limit is reached, first closes an idle connection: one of
+    /// `visitor` at the limit for each visitor, any at the limit for all.
     fn make_room(&mut self, visitor: &str, places: ConnectionQuota, now: Instant) -> bool {
         let own = self
             .connections
@@ -226,7 +227,8 @@ struct ServedFile {
 /// First message of a client: version, visitor, name of the file.
 type Opening = (u32, u64, String);
 
-/// Reads the first message from `stream` without waiting; `None` if it is incomplete, nothing at the end of the stream.
+/// Reads a client's first message without waiting. Returns `None` if the message is incomplete, and `Ok(None)` if the client
+/// closed the stream.
 fn opening(stream: &Stream) -> Option<Result<Option<Opening>, ServerError>> {
     let mut bytes = [0; OPENING_LEN];
     let seen = match stream.peek(&mut bytes) {
@@ -293,7 +295,7 @@ impl Server<'_> {
                     reason: error_line(&refused.source),
                     host: refused.from,
                 }),
-                // Replaced by a newer connection, because it was silent for the longest time: not reported.
+                // Closed in favour of a newer connection, because it was silent for the longest time: not reported.
                 Rejected::Left(_) => {}
             }
         }
@@ -351,7 +353,7 @@ impl Server<'_> {
         }
     }
 
-    /// Sends a client the reason why it does not get the file with this name.
+    /// Sends the client the reason why it does not get file `name`, and reports the rejection.
     fn refuse(&self, mut stream: &Stream, name: &str, why: Refusal, text: &str) {
         let mut reply = Vec::new();
         Reply::Refused { why, text }.encode(&mut reply);
@@ -381,7 +383,7 @@ impl Server<'_> {
                 key: &key,
             };
             let count = |bytes| self.count(&key, bytes);
-            // Ignored: the client knows the outcome of its reads.
+            // Errors are ignored: the client sees them in its reads.
             let _ = hand_out(connection, &file.file, count);
         }
     }
@@ -470,7 +472,7 @@ impl Server<'_> {
     }
 }
 
-/// Returns the identity that limits connections per client.
+/// Returns the identity for the limit of connections per client: the names in its certificate, or its address without TLS.
 fn visitor_of(stream: &Stream) -> String {
     match stream.peer() {
         Some(peer) => format!("{} {:?} {:?}", peer.subject, peer.dns, peer.uri),
@@ -506,7 +508,7 @@ fn is_passing(error: &io::Error) -> bool {
     )
 }
 
-/// Records the end of a connection of a visit on drop.
+/// Guard that records the end of a visit's connection on drop.
 struct VisitGuard<'a> {
     server: &'a Server<'a>,
     key: &'a (String, String, u64),

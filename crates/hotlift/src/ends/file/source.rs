@@ -1,4 +1,4 @@
-//! Reads all pages of a file in file order: threads take one share of RAM after the other.
+//! Reads all pages of a file. RAM is divided into shares; each thread takes the next free share.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,7 +17,7 @@ use crate::pipe::source::Source;
 /// Pages of a share: 4 MiB.
 const SHARE: usize = 1024;
 
-/// Maximum number of concurrent reader threads: more than a disk (one) or the page cache (two) needs.
+/// Maximum number of concurrent reader threads. One thread is enough for a disk, and two for the page cache.
 const THREADS: usize = 4;
 
 /// Content of a file except the pages.
@@ -47,14 +47,14 @@ impl SavedStream {
         self.devices.end - self.devices.start
     }
 
-    /// Checks the lengths of the early sections, once the VM description is there.
+    /// Checks the lengths of the early sections (devices before RAM) against the VM description, which must have been read.
     pub(crate) fn check_early(&self) -> Result<(), WireError> {
         let mut lengths = EarlyLengths::default();
         self.early.all().for_each(|section| lengths.record(section));
         lengths.check(&self.end)
     }
 
-    /// Returns the virtio-mem device whose memory is this RAM block.
+    /// Returns the virtio-mem device whose memory is this RAM block, or `None` for ordinary RAM.
     fn memory_device(&self, block: usize) -> Option<&PluggableMemory> {
         let block = &self.ram.blocks[block];
         let sections = self.early.all();
@@ -66,7 +66,7 @@ impl SavedStream {
 /// Bytes in one read of a file's device sections.
 pub(crate) const PIECE: usize = limits::FILE_READ;
 
-/// Returns the length of the next piece if `left` bytes are left.
+/// Returns the length of the next piece, if `left` bytes are not read yet.
 pub(crate) fn piece_len(left: u64) -> usize {
     usize::try_from(left).map_or(PIECE, |left| left.min(PIECE))
 }
@@ -83,15 +83,15 @@ pub(crate) trait PageMap: Sync {
 
     fn stream(&self) -> &SavedStream;
 
-    /// Reads the device sections, and passes each part to `take` after its check, if the format has checksums.
+    /// Reads the device sections, and passes them to `take` in parts. If the format has checksums, verifies each part first.
     ///
     /// # Errors
-    /// The error of `take`; errors of a file that cannot be read, or is damaged.
+    /// The error of `take`, and errors of a file that cannot be read or is damaged.
     fn devices(&self, take: TakePart<'_>) -> Result<(), MigrationError>;
 
     fn reader<'r>(&'r self, session: &'r Session<'_>) -> Result<Self::Reader<'r>, MigrationError>;
 
-    /// Puts `pages` of a RAM block into an empty batch, and returns the bytes read from the file for them.
+    /// Puts `pages` of a RAM block into the empty `batch`, and returns the number of bytes read from the file.
     fn fill(
         &self,
         reader: &mut Self::Reader<'_>,
@@ -101,7 +101,7 @@ pub(crate) trait PageMap: Sync {
     ) -> Result<usize, MigrationError>;
 }
 
-/// Shares of RAM that threads take, one after the other.
+/// Divides RAM into shares. Each share goes to one thread.
 pub(crate) struct Shares {
     /// Pages of a share.
     pages: usize,
@@ -118,7 +118,8 @@ impl Shares {
         }
     }
 
-    /// Returns the next pages that no thread has taken, and their RAM block; `blocks` has the number of pages of each block.
+    /// Returns the RAM block and the pages of the next share; `None` after the last. `blocks` is the number of pages of each
+    /// block.
     pub(crate) fn next(
         &self,
         blocks: impl Iterator<Item = usize>,
@@ -166,7 +167,7 @@ impl<P: PageMap> FileSource<P> {
         self.file.devices(take)
     }
 
-    /// Returns the next pages that no thread has taken.
+    /// Returns the RAM block and the pages of the next share; `None` after the last.
     fn next_share(&self) -> Option<(usize, Range<usize>)> {
         let blocks = self.stream().ram.blocks.iter();
         self.shares.next(
@@ -205,7 +206,8 @@ impl<P: PageMap> Source for FileSource<P> {
                 let pages = start..share.end.min(start + BATCH_PAGES);
                 let read = self.file.fill(&mut places, &mut batch, block, pages)?;
                 session.received[reader].add_bytes(read);
-                // Sending such pages as zero would make QEMU read them, and its host allocate memory for them.
+                // Pages that the VM does not use are left out, not sent as zero pages. QEMU would touch them, and its host
+                // would allocate memory.
                 match device {
                     Some(device) => batch.zero.retain(|offset| device.is_plugged(*offset)),
                     None if is_empty => batch.zero.clear(),

@@ -492,7 +492,7 @@ fn one_connection(
     })
 }
 
-/// Returns file `vm` at such a server.
+/// Returns file `vm` at the server of `one_connection`.
 fn at(socket: &Path) -> RemoteFile {
     RemoteFile {
         address: Address::Unix {
