@@ -1,7 +1,7 @@
 //! Accepts the connections of a guest's migration; the options set their number.
 //!
-//! A Hotlift adds its settings to the opening packet of each multifd channel. Settings that differ are rejected here, with both
-//! values.
+//! A Hotlift adds its settings to the opening packet of each multifd channel. Settings that differ are rejected here. The error
+//! names the values of both sides.
 
 use std::time::{Duration, Instant};
 
@@ -26,8 +26,8 @@ use crate::tls;
 /// Interval at which the main channel's first bytes are checked while its multifd channels are missing.
 const TICK: Duration = Duration::from_millis(100);
 
-/// Time that a channel may take after a main channel that already has pages. Its connection was made before, but the last
-/// segment of a TCP handshake may be lost; TCP sends it again after at least 200 ms.
+/// Time that a multifd channel may arrive after pages on the main channel. The source connected it before, but TCP may have
+/// lost the last segment of the handshake, and repeats it after at least 200 ms.
 const LATE: Duration = Duration::from_secs(2);
 
 /// Required properties of the migration's channels.
@@ -52,9 +52,11 @@ pub(crate) fn open<'a>(
     )
 }
 
-/// Waits for the first connection without a limit, and for the others within the handshake timeout. A Hotlift receives the
-/// reason of a rejection. Also returns the time when the first connection was accepted, and the accept loop, which must run
-/// during the migration.
+/// Waits for the connections of a source: for the first without a limit, for the rest within the handshake timeout. A rejected
+/// Hotlift receives the reason.
+///
+/// Returns the connections, the time when the first was accepted, and the accept loop. The accept loop must run during the
+/// migration.
 pub(crate) fn accept<'a>(
     accept_loop: AcceptLoop<'a>,
     uuid: [u8; 16],
@@ -97,7 +99,8 @@ pub(crate) fn accept<'a>(
 }
 
 impl Expected<'_> {
-    /// Waits for an event, and handles it. Once all channels are there, returns the main channel and its time of arrival.
+    /// Waits for an event, and handles it. Returns the main channel and its time of arrival once all channels are connected,
+    /// `None` before.
     fn step(
         &self,
         arrivals: &mut Arrivals<'_>,
@@ -114,14 +117,14 @@ impl Expected<'_> {
         if left.is_zero() {
             return Err(self.timed_out(arrivals));
         }
-        // A channel whose first bytes were read waits for the others; only its end matters.
+        // While channels are missing, main is not polled for input, so its first bytes are checked at an interval.
         let wait = match arrivals.main {
             Some(_) if arrivals.waits_for_channels() => TICK.min(left),
             _ => left,
         };
         arrivals.step(wait, &|packet, others| self.check(packet, others))?;
-        // Rejects a source whose first bytes on main do not fit a migration with channels: otherwise the wait for them would
-        // time out. (If main has already closed, the next step rejects it.)
+        // Rejects a source whose first bytes on main do not fit a migration with multifd channels. Otherwise the wait for the
+        // channels would end only by its timeout. (If main has already closed, the next step rejects it.)
         let main = arrivals.main.as_ref().map(|(main, _)| main);
         if arrivals.waits_for_channels()
             && let Some(beginning) = main
@@ -216,7 +219,7 @@ impl Expected<'_> {
     }
 }
 
-/// Compares the settings that the stream does not carry later.
+/// Compares the settings in a channel's hello with this side's, because the stream does not repeat them.
 fn check_hello(hello: &Hello, options: &Options) -> Result<(), MigrationError> {
     let differs = |what: &str, source_has: String, destination_has: String| {
         Err(MigrationError::Mismatch {
@@ -225,7 +228,7 @@ fn check_hello(hello: &Hello, options: &Options) -> Result<(), MigrationError> {
             destination_has,
         })
     };
-    // The hello shows only this feature; the first PING on main shows the others.
+    // The hello has only this feature; the first PING on main has the others.
     let takes = handshake::features(&options.stream, false) & Features::MULTIFD;
     handshake::check(Offer::new(Features::MULTIFD), takes)?;
     if hello.channels != options.stream.channels() {

@@ -1,4 +1,4 @@
-//! Announces the guest's new place to the network, in a separate thread that no thread waits for.
+//! Announces the guest's new host to the network (QEMU's self-announcement), in a separate thread that no thread waits for.
 
 use std::thread;
 use std::time::Duration;
@@ -6,13 +6,14 @@ use std::time::Duration;
 use crate::guest::{Announcer, Guest};
 use crate::options::AnnounceOptions;
 
-/// Starts the announcements of a guest that has just started, if it has any.
+/// Starts the announcements of a guest that has just started. Does nothing for a guest without an announcer, or if the options
+/// set 0 rounds.
 pub(crate) fn start(guest: &dyn Guest, options: &AnnounceOptions) {
     let pauses = pauses(options);
     let (Some(mut announce), true) = (guest.announcer(), options.rounds > 0) else {
         return;
     };
-    // Without the thread there are no announcements; the guest's own packets replace them in time.
+    // An error is ignored: without the thread there are no announcements, and the guest's own packets update the network later.
     let _ = thread::Builder::new()
         .name("announce".to_owned())
         .spawn(move || run(&mut announce, &pauses, thread::sleep));
@@ -26,7 +27,7 @@ fn run(announce: &mut Announcer, pauses: &[Duration], sleep: impl Fn(Duration)) 
     }
 }
 
-/// Returns the pauses between the announcements: QEMU's `self_announce_delay`.
+/// Returns the pauses between the announcements, computed as in QEMU's `self_announce_delay`.
 fn pauses(options: &AnnounceOptions) -> Vec<Duration> {
     (0..u64::from(options.rounds).saturating_sub(1))
         .map(|number| {

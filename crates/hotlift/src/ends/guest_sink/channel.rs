@@ -1,4 +1,4 @@
-//! Thread of a multifd channel at the destination: packets into guest RAM.
+//! Thread of a multifd channel at the destination: writes the pages of packets into guest RAM.
 //!
 //! A zero page is cleared only if the page was written before. Fresh RAM reads as zero, and writing zeros would make the kernel
 //! allocate it.
@@ -12,7 +12,7 @@ use crate::handover::DestinationSide;
 use crate::pipe::session::Session;
 use crate::stream::multifd_recv::{PageSink, ReadDecision};
 
-/// Reads channel `id` until it ends, or the guest was taken over.
+/// Reads channel `id` until the channel ends, or until this side owns the guest.
 pub(crate) fn receive(
     session: &Session<'_>,
     sink: &GuestSink<'_>,
@@ -32,12 +32,13 @@ struct GuestRam<'a> {
     session: &'a Session<'a>,
     sink: &'a GuestSink<'a>,
     id: u8,
-    /// Places of a packet's pages in guest RAM.
+    /// Ranges of guest RAM for the pages of the current packet.
     runs: Vec<GuestRun<'a>>,
 }
 
 impl GuestRam<'_> {
-    /// Checks that postcopy has not begun: after the switch no channel may carry anything.
+    /// Checks that postcopy has not begun. In postcopy, no multifd channel may carry anything. `got` names the message for the
+    /// error.
     fn check_switch(&self, got: &str) -> Result<(), MigrationError> {
         if !self.session.is_switched() {
             return Ok(());
@@ -83,7 +84,7 @@ impl PageSink for GuestRam<'_> {
     }
 
     fn report(&mut self, message: &[u8]) {
-        // The reader of the connection detects the loss of the source.
+        // Errors are ignored: the reader of the connection detects the loss of the source.
         let _ = self.sink.source.answer(message);
     }
 
@@ -91,8 +92,8 @@ impl PageSink for GuestRam<'_> {
         let session = self.session;
         self.check_switch("SYNC")?;
         if session.destination_handover.side() != DestinationSide::Loading {
-            // After all data has arrived there are no more barriers: this SYNC is the source's commit. The thread that lingers
-            // until the source knows the outcome answers later queries.
+            // After everything is loaded there are no more barriers, so this SYNC is the source's commit. Another thread
+            // answers later outcome queries of the source.
             self.sink.take_over(session)?;
             return Ok(ReadDecision::No);
         }

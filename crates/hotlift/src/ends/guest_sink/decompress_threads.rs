@@ -5,8 +5,8 @@
 //! decompress_N                                   -> guest RAM
 //! ```
 //!
-//! A stream may bring a page twice, and the later content is valid. So a record for a page that a thread may still have waits
-//! for all threads. The end of each section of RAM also waits, so that nothing else overtakes pages.
+//! A stream may contain a page twice; the later content is valid. So before the main thread handles a page again, it waits
+//! until no thread can still have the earlier content. It also waits for all threads at the end of each RAM section.
 
 use std::sync::Arc;
 
@@ -21,18 +21,18 @@ use crate::life::Life;
 use crate::options::Options;
 use crate::pipe::flow::Flow;
 
-/// Pages of a run. With 1, 8, 32 and 128 of them this side took 8.5, 5.9, 5.8 and 5.6 CPU s/GiB (2 threads, Silesia). A run is
-/// 0.5 ms of work, and QEMU ends a section after 50 ms.
+/// Number of pages in a run (the unit of work for a thread). With 1, 8, 32 and 128 pages the destination took 8.5, 5.9, 5.8 and
+/// 5.6 CPU s/GiB (2 threads, Silesia). A run is 0.5 ms of work, and QEMU ends a RAM section after 50 ms.
 const RUN_PAGES: usize = 32;
 
-/// Runs per thread, in addition to the one that is being filled.
+/// Number of runs per thread, in addition to the run that the main thread fills.
 const RUNS_PER_THREAD: usize = 2;
 
-/// Compressed pages for a thread.
+/// Compressed pages that one thread decompresses.
 #[derive(Debug)]
 struct Run {
     pages: Vec<Page>,
-    /// Concatenated streams of the pages.
+    /// zlib streams of all pages, concatenated.
     streams: Vec<u8>,
 }
 
@@ -41,7 +41,7 @@ struct Page {
     block: usize,
     /// Byte offset in the block.
     offset: usize,
-    /// Length of its stream.
+    /// Length of the page's zlib stream, in bytes.
     length: usize,
 }
 
@@ -54,13 +54,13 @@ impl Run {
     }
 }
 
-/// The threads' side of a session.
+/// Queue of runs from the main thread to the decompression threads.
 pub(crate) struct DecompressThreads {
     runs: Arc<Flow<Run>>,
 }
 
 impl DecompressThreads {
-    /// Creates the queue for a migration with this lifetime, whose close ends the threads.
+    /// Creates the queue. The close of the migration's `life` ends the threads.
     pub(crate) fn new(options: &Options, life: &Life) -> Self {
         let count = match threads(options) {
             0 => 0,
@@ -72,8 +72,8 @@ impl DecompressThreads {
     }
 }
 
-/// Returns the number of threads. They run even if `compress` is off here: only the source must compress, and QEMU's document
-/// of 2015 enables it only there.
+/// Returns the number of decompression threads; 0 with multifd. They also run without `compress`: QEMU's documentation of 2015
+/// enables this capability only at the source.
 pub(crate) fn threads(options: &Options) -> usize {
     if options.stream.multifd() {
         0
@@ -86,11 +86,11 @@ pub(crate) fn threads(options: &Options) -> usize {
 #[derive(Clone, Copy)]
 pub(crate) struct Target<'a> {
     pub guest: &'a dyn Guest,
-    /// Pages with content.
+    /// Pages with content, by RAM block.
     pub written: &'a [DirtyBitmap],
 }
 
-/// Runs a thread: decompresses runs until the queue is closed.
+/// Body of a decompression thread: decompresses runs until the queue is closed.
 pub(crate) fn work(threads: &DecompressThreads, target: Target<'_>) -> Result<(), MigrationError> {
     let mut inflater = Inflater::new().map_err(|source| failed(target.guest, 0, 0, source))?;
     while let Some(run) = threads.runs.next() {
@@ -135,7 +135,7 @@ pub(crate) fn failed(
     }
 }
 
-/// The main thread's side.
+/// Collects pages into runs, in the main thread.
 pub(crate) struct DecompressQueue<'a> {
     runs: &'a Flow<Run>,
     /// Run that is being filled.
@@ -143,12 +143,12 @@ pub(crate) struct DecompressQueue<'a> {
     /// Pages of runs that threads may still have, by RAM block.
     away: Vec<DirtyBitmap>,
     any_in_use: bool,
-    /// Emptied runs, with room for all of them.
+    /// Empty runs for reuse. The vector has capacity for all runs.
     taken_back: Vec<Run>,
 }
 
 impl<'a> DecompressQueue<'a> {
-    /// Creates the main thread's side, or returns `None` without threads.
+    /// Creates the queue's end for the main thread; `None` if there are no decompression threads.
     pub(crate) fn new(
         pool: &'a DecompressThreads,
         guest: &dyn Guest,
@@ -199,7 +199,7 @@ impl<'a> DecompressQueue<'a> {
         Ok(())
     }
 
-    /// Waits until no thread can have that page.
+    /// Waits until no thread can still have this page.
     pub(crate) fn wait_for(&mut self, block: usize, offset: usize) -> Result<(), MigrationError> {
         if self.away[block].test(offset / PAGE_SIZE) {
             self.settle()?;

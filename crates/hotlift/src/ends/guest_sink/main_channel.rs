@@ -26,7 +26,7 @@ enum Next {
     Go,
     /// The source has released the guest.
     Committed,
-    /// Start of the guest before its pages have arrived; the answers to these PINGs follow.
+    /// Postcopy: the guest must start before its pages have arrived. PINGs with these values must be answered.
     Run(Vec<u32>),
 }
 
@@ -42,7 +42,7 @@ struct State<'a> {
     sink: &'a GuestSink<'a>,
     /// Decompression threads, with `compress`.
     threads: Option<DecompressQueue<'a>>,
-    /// Decoder for compressed pages without threads, created on first use.
+    /// Decoder for compressed pages if there are no decompression threads; created on first use.
     inflater: Option<Inflater>,
 }
 
@@ -76,7 +76,7 @@ impl<'a> MainReceiver<'a> {
         })
     }
 
-    /// Reads until this side owns the guest, or an error occurs.
+    /// Reads main until the destination owns the guest, or an error occurs.
     pub(crate) fn run(&mut self) -> Result<(), MigrationError> {
         let (session, sink) = (self.state.session, self.state.sink);
         let decided = |error| {
@@ -105,8 +105,8 @@ impl<'a> MainReceiver<'a> {
                 Err(error) => {
                     return match session.destination_handover.side() {
                         DestinationSide::Loading | DestinationSide::Never => Err(error),
-                        // The source's commit may have arrived, or may still arrive, on another connection; this one carries
-                        // nothing more.
+                        // The source's commit may have arrived, or may still arrive, on another connection. So this thread
+                        // waits for the decision.
                         DestinationSide::Loaded
                         | DestinationSide::Starting
                         | DestinationSide::Runs
@@ -138,7 +138,7 @@ impl State<'_> {
             } => self.page(block, offset, content)?,
             Action::Machine(configuration) => sink.check_machine(&configuration.machine)?,
             Action::RamBlocks(blocks) => sink.check_blocks(&blocks)?,
-            // A rejected source also gets the answer, so that it can read the reason.
+            // Answered even if the source is rejected, so that the source can read the reason.
             Action::Greet { offer, takes } => {
                 sink.source.set_is_hotlift();
                 self.answer(&handshake::answer(offer, takes, session.id))?;
@@ -169,7 +169,7 @@ impl State<'_> {
                 return Ok(Next::Committed);
             }
             Action::Discard { block, ranges } => {
-                // The source commits after the answer that this is done.
+                // After the answer to this command the source commits, and may then ask for the outcome.
                 session.destination_handover.expect_questions();
                 postcopy::discard(sink, block, ranges)?;
             }
@@ -237,7 +237,7 @@ impl State<'_> {
         decompress_threads::inflate(sink.target(), inflater, block, offset, stream)
     }
 
-    /// Loads the devices, which are complete.
+    /// Loads the devices into the guest, and records that they are loaded. All device state must have arrived.
     fn load_devices(&self) -> Result<(), MigrationError> {
         self.sink.await_loaded()?;
         self.session.destination_handover.loaded();

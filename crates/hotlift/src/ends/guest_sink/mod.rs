@@ -3,13 +3,13 @@
 //! | file | purpose |
 //! |---|---|
 //! | `accept` | accepts the connections, and compares their settings |
-//! | `sink` | the guest, and what it has received |
+//! | `sink` | the guest, with its received pages and devices |
 //! | `source` | the connections of its source |
 //! | `channel` | thread of a multifd channel: packets into guest RAM |
 //! | `main_channel` | the main channel: records of RAM, device state, the end |
-//! | `decompress_threads` | pages of `compress` into guest RAM |
+//! | `decompress_threads` | decompresses pages of `compress` into guest RAM |
 //! | `postcopy` | runs the guest before all its pages have arrived |
-//! | `announce` | announces the guest's new place to the network |
+//! | `announce` | announces the guest's new host to the network |
 
 pub(crate) mod accept;
 mod announce;

@@ -1,4 +1,4 @@
-//! The guest of this process, and what it has received.
+//! The guest of this process as the destination of a migration, with its received pages and devices.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,16 +33,16 @@ use crate::stream::main_recv::WaitCondition;
 use crate::stream::preempt::PreemptIn;
 use crate::stream::return_path::encode;
 
-/// An arriving guest.
+/// An incoming guest: its connections, and the record of its received pages and devices.
 pub(crate) struct GuestSink<'a> {
     pub guest: &'a dyn Guest,
     pub options: &'a Options,
     pub control: &'a Control,
-    /// Connections of its source.
+    /// Connections to the source.
     pub source: StreamIn,
     /// The guest's RAM blocks, with the names used in packets.
     pub blocks: Vec<RamBlockEntry>,
-    /// Pages with content: received, or not known to be fresh.
+    /// Pages that may have content: received with content, or not known to be fresh (never written).
     pub written: Vec<DirtyBitmap>,
     /// With `postcopy-ram`: received pages, including zero pages.
     pub received: Vec<DirtyBitmap>,
@@ -50,14 +50,14 @@ pub(crate) struct GuestSink<'a> {
     pub devices: Mutex<Vec<DeviceState>>,
     /// With `postcopy-preempt`: channel for the pages that the guest waits for.
     pub preempt: PreemptIn,
-    /// True once a QEMU must have made that connection.
+    /// True once the destination waits for the preempt channel. A QEMU has connected this channel by then.
     awaits_preempt: AtomicBool,
     /// In postcopy: the latest connection that replaces main.
     pub recovered: Mutex<Option<Arc<Stream>>>,
     /// Statistics of the guest's page faults.
     pub postcopy: OnceLock<PostcopyFigures>,
     pub decompress: DecompressThreads,
-    /// Bytes of main after the end of the stream that were read with it.
+    /// Bytes on main after the end of the stream, which were read together with it.
     pub read_ahead: Mutex<Vec<u8>>,
 }
 
@@ -101,12 +101,12 @@ impl<'a> GuestSink<'a> {
         }
     }
 
-    /// Compares the source's machine with this guest's.
+    /// Checks that the source has the same machine as this guest.
     pub(crate) fn check_machine(&self, theirs: &str) -> Result<(), MigrationError> {
         compare("the machine", theirs, self.guest.machine())
     }
 
-    /// Compares the source's RAM blocks with this guest's: names, order and lengths must be equal.
+    /// Checks that the source's RAM blocks equal this guest's in number, names, order and lengths.
     pub(crate) fn check_blocks(&self, theirs: &[RamBlockEntry]) -> Result<(), MigrationError> {
         compare(
             "the number of RAM blocks",
@@ -129,7 +129,8 @@ impl<'a> GuestSink<'a> {
         Ok(())
     }
 
-    /// Starts the guest, because a connection reports that the source has released it. Only the first report has an effect.
+    /// Starts the guest after the source has released it. Each connection may report the release; only the first report has an
+    /// effect.
     pub(crate) fn take_over(&self, session: &Session<'_>) -> Result<(), MigrationError> {
         let destination_handover = &session.destination_handover;
         if !destination_handover.commit() {
@@ -146,7 +147,7 @@ impl<'a> GuestSink<'a> {
         if !self.run(session, Status::Completed) {
             return Ok(());
         }
-        // On every socket, so that the source receives it even if one is cut or garbled. A QEMU reads only main.
+        // Sent on every socket, because one may be cut or garbled. A QEMU reads only main.
         let running = encode(&[ReturnMessage::Shut(0)]);
         let is_read = |number| number == 0 || self.source.is_hotlift();
         for (_, mut stream) in self.source.streams().enumerate().filter(|it| is_read(it.0)) {
@@ -213,7 +214,7 @@ impl<'a> GuestSink<'a> {
     /// Waits for the preempt channel as long as `waiting` permits, and returns it.
     ///
     /// # Errors
-    /// [`MigrationError::Timeout`]; the error of `waiting`.
+    /// [`MigrationError::Timeout`] after half of the handshake timeout, or the error of `waiting`.
     pub(crate) fn await_preempt(
         &self,
         waiting: &dyn WaitCondition,
@@ -226,8 +227,8 @@ impl<'a> GuestSink<'a> {
         self.preempt.wait_for(timeout, waiting)
     }
 
-    /// Takes the preempt channel out of the new connections of `accept_loop`. A Hotlift sends a header on it; a QEMU sends
-    /// nothing, and connects before this side waits for it.
+    /// Finds the preempt channel among new connections, and returns it; `None` if it is not among them. A Hotlift sends a
+    /// header on this channel. A QEMU sends nothing, and connects the channel before this side waits for it.
     pub(crate) fn find_preempt(
         &self,
         accept_loop: &mut AcceptLoop<'_>,
@@ -303,7 +304,7 @@ impl Sink for GuestSink<'_> {
         Err(unexpected("a part of the devices"))
     }
 
-    /// Loads the devices, which are complete.
+    /// Loads the devices into the guest. All device state must have arrived.
     fn await_loaded(&self) -> Result<(), MigrationError> {
         let devices = std::mem::take(&mut *lock(&self.devices));
         Ok(self.guest.load_devices(devices)?)
@@ -316,7 +317,7 @@ impl Sink for GuestSink<'_> {
         Ok(GuestActivity::Unknown)
     }
 
-    /// Does nothing: the source's connections end with the threads that read them.
+    /// Does nothing: each connection to the source ends with the thread that reads it.
     fn abort(&self) {}
 
     fn sent_bytes(&self) -> u64 {
@@ -328,7 +329,7 @@ impl Sink for GuestSink<'_> {
     }
 }
 
-/// A wait for the source before its commit.
+/// Wait condition before the source's commit. It fails after a cancel, and after a commit on another connection.
 pub(crate) struct PreCommitWait<'a>(pub &'a Session<'a>);
 
 impl WaitCondition for PreCommitWait<'_> {

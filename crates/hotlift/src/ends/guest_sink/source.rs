@@ -1,4 +1,4 @@
-//! The connections of a source, as the source of pages for a guest of this process.
+//! The connections to a source, as the source of pages for a guest of this process.
 
 use std::net::Shutdown;
 
@@ -16,7 +16,7 @@ use crate::stream::accept_loop::AcceptLoop;
 use crate::stream::graceful_close;
 use crate::stream::serve_queries::linger;
 
-/// Connections of a guest's migration.
+/// Connections of an incoming guest's migration.
 pub(crate) struct GuestConnections<'a>(pub &'a GuestSink<'a>);
 
 impl Source for GuestConnections<'_> {
@@ -43,7 +43,7 @@ impl Source for GuestConnections<'_> {
         // Ids range from 0 to 254.
         let id = u8::try_from(reader).unwrap_or(u8::MAX);
         let outcome = channel::receive(session, sink, id);
-        // After everything has arrived, a lost channel is no failure while another one can carry the source's commit.
+        // After everything is loaded, the loss of a channel is no failure: the source's commit can arrive on another channel.
         let is_loading = session.destination_handover.side() == DestinationSide::Loading;
         session.destination_handover.connection_ended();
         if is_loading { outcome } else { Ok(()) }

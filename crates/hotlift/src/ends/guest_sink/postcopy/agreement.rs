@@ -1,5 +1,5 @@
-//! Agreement of a destination, whose guest waits for pages, with a source that resumes. It decides without I/O and without a
-//! clock; `recovery` reads and writes.
+//! Resume of a lost postcopy, at the destination: the answers to the source before pages are sent again. No I/O and no clock;
+//! `recovery` reads and writes.
 
 use std::time::{Duration, Instant};
 
@@ -10,10 +10,10 @@ use crate::error::MigrationError;
 use crate::stream::main_channel::{Action, unexpected};
 use crate::stream::return_path::encode;
 
-/// Time limit of the agreement, in handshake timeouts: the bitmaps of 1 TiB are 32 MiB.
+/// Time limit of the agreement, as a multiple of the handshake timeout. It includes the bitmaps: 32 MiB for 1 TiB of RAM.
 const AGREEING: u32 = 2;
 
-/// An agreement with one source.
+/// Agreement with a source on one connection: which pages have arrived, and that the postcopy continues.
 #[derive(Debug)]
 pub(super) struct Agreement {
     until: Instant,
@@ -26,14 +26,14 @@ pub(super) struct Agreement {
 pub(super) enum Answer {
     /// Bitmap of the RAM block with this index.
     Bitmap(usize),
-    /// None yet: the destination waits for the preempt channel until this time.
+    /// No answer yet: the destination waits for the preempt channel until this time.
     AwaitPreempt(Instant),
-    /// None: everything is agreed.
+    /// No answer: everything is agreed.
     Agreed,
 }
 
 impl Agreement {
-    /// Begins with a source that has connected; `handshake` is the time limit of a handshake.
+    /// Begins the agreement when a source has connected. `handshake` is the handshake timeout.
     pub(super) fn new(now: Instant, handshake: Duration, takes_preempt: bool) -> Self {
         Self {
             until: now + AGREEING * handshake,
@@ -49,7 +49,7 @@ impl Agreement {
     /// Handles a request of the source.
     ///
     /// # Errors
-    /// [`MigrationError::Protocol`] for anything but a request for a bitmap and RESUME.
+    /// [`MigrationError::Protocol`] if the request is neither a bitmap request nor RESUME.
     pub(super) fn take(&self, action: &Action<'_>, now: Instant) -> Result<Answer, MigrationError> {
         match (action, self.preempt) {
             (Action::Bitmap(block), _) => Ok(Answer::Bitmap(*block)),
@@ -62,7 +62,8 @@ impl Agreement {
     }
 }
 
-/// Returns the message with the bitmap of a RAM block of `pages` pages, of which `received` returns words of 64.
+/// Encodes the message with a RAM block's bitmap of received pages. `pages` is the number of pages; `received` returns the bits
+/// of 64 pages, by index.
 pub(super) fn bitmap(block: &str, pages: usize, received: impl Fn(usize) -> u64) -> Vec<u8> {
     let mut answer = encode(&[ReturnMessage::RecvBitmap { block }]);
     put_bitmap(pages, received, &mut answer);

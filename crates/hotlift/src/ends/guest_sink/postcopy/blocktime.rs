@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::figures::{BlocktimeFigures, LatestTimes, micros};
 
-/// Buckets for the times of waits, powers of two of microseconds (QEMU's `BLOCKTIME_LATENCY_BUCKET_N`).
+/// Number of buckets for the duration of waits, in powers of two of microseconds (QEMU's `BLOCKTIME_LATENCY_BUCKET_N`).
 const BUCKETS: usize = 32;
 
 /// Waits of one or more threads.
@@ -30,7 +30,8 @@ impl Waits {
 #[derive(Debug)]
 struct Vcpu {
     thread: u32,
-    /// Pages that it waits for: one, or more if the kernel reports the next before the end of the last is recorded.
+    /// Number of pages that the vCPU waits for. More than one if the kernel reports the next fault before the previous arrival
+    /// is recorded.
     open: usize,
     since: Instant,
     blocked: Duration,
@@ -53,7 +54,7 @@ pub(super) struct Blocktime {
 }
 
 impl Blocktime {
-    /// Creates the statistics of a guest whose vCPUs have these threads.
+    /// Creates the statistics. `threads` has the thread id of each vCPU; it is empty if the ids are unknown.
     pub(super) fn new(threads: &[u32], now: Instant) -> Self {
         let vcpu = |thread: &u32| Vcpu {
             thread: *thread,

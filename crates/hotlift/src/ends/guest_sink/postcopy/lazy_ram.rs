@@ -37,7 +37,7 @@ impl<'a> LazyRam<'a> {
         })
     }
 
-    /// Places a page from the source; `None` for zeros.
+    /// Places a page from the source in guest RAM; `content` is `None` for a zero page.
     ///
     /// # Errors
     /// [`MigrationError::Protocol`] for a page that has already arrived: the guest may have changed it.
@@ -74,8 +74,9 @@ impl<'a> LazyRam<'a> {
     /// Waits until all requested pages have arrived.
     ///
     /// # Errors
-    /// [`MigrationError::Closed`] if `over` returns true before that; [`MigrationError::Timeout`] if no page arrives for
-    /// `timeout`; the error of `waiting`.
+    /// - [`MigrationError::Closed`] if `over` returns true before all pages have arrived.
+    /// - [`MigrationError::Timeout`] if no page arrives for `timeout`.
+    /// - The error of `waiting`.
     pub(super) fn wait_until_met(
         &self,
         timeout: Duration,
@@ -137,12 +138,13 @@ impl<'a> LazyRam<'a> {
                 return Ok(waits.begin(touch, self.waits.now()));
             }
         }
-        // A zero page of precopy has arrived, but has no memory. Any other page is there, and this wakes its waiters.
+        // The page has arrived. If it was a zero page in precopy, it has no memory yet, and is placed now. For any other page,
+        // this call wakes the waiting threads.
         let _ = self.missing.place(block, page, None)?;
         Ok(false)
     }
 
-    /// Returns the received bits of 64 pages of a block.
+    /// Returns one bit for each of 64 pages of a RAM block: 1 if the page has arrived. The first page is `word` × 64.
     pub(super) fn received_word(&self, block: usize, word: usize) -> u64 {
         let has_arrived = |bit: &u32| {
             let page = usize::try_from(*bit).map_or(usize::MAX, |bit| word * 64 + bit);

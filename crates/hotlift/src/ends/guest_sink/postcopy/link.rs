@@ -11,7 +11,7 @@ use hotlift_wire::return_path::ReturnMessage;
 use crate::ends::guest_sink::sink::GuestSink;
 use crate::lock::lock;
 
-/// Return path of a postcopy.
+/// Return path of a postcopy, at the destination.
 pub(super) struct Link<'a> {
     sink: &'a GuestSink<'a>,
     now: Mutex<LinkState>,
@@ -23,9 +23,9 @@ struct LinkState {
     recovered: Option<Arc<Stream>>,
     /// True if there is no connection.
     is_lost: bool,
-    /// True while the source still asks which pages have arrived: no page is requested in this time.
+    /// True while a source that resumes asks which pages have arrived. No page is requested in this time.
     is_asked: bool,
-    /// RAM block of the last request on this connection.
+    /// RAM block of the last request on this connection. The next request for this block leaves out its name.
     named: Option<usize>,
 }
 
@@ -37,7 +37,8 @@ impl<'a> Link<'a> {
         }
     }
 
-    /// Shuts the connection down: its reader gets an error, and a blocked write to a source that reads nothing ends.
+    /// Shuts the connection down. Its reader gets an error. A write ends even if it is blocked, because the source reads
+    /// nothing.
     pub(super) fn cut(&self) {
         // Not under the lock of `now`, which a blocked writer may hold.
         match lock(&self.sink.recovered).as_deref() {
@@ -48,7 +49,7 @@ impl<'a> Link<'a> {
 
     /// Marks the connection as lost: later messages fail.
     pub(super) fn lose(&self) {
-        // Before the lock, which a blocked writer may hold.
+        // Before `now` is locked, because a blocked writer may have the lock.
         self.cut();
         let mut now = lock(&self.now);
         now.is_lost = true;
@@ -83,7 +84,8 @@ impl<'a> Link<'a> {
         }
     }
 
-    /// Requests a page. Errors are ignored: only the page's arrival shows that the request arrived.
+    /// Requests a page, unless [`Link::recover`] has paused the requests. Errors are ignored: after a loss, all requests are
+    /// repeated.
     pub(super) fn ask_for(&self, block: usize, page: usize) {
         let mut now = lock(&self.now);
         if now.is_asked {

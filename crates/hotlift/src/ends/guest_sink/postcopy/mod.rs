@@ -1,4 +1,4 @@
-//! A guest that runs here before all its pages have arrived.
+//! Postcopy at the destination: a guest that runs here before all its pages have arrived.
 //!
 //! ```text
 //! ADVISE    empties RAM                           pages of precopy, as usual
@@ -18,8 +18,8 @@
 //! | `recovery` | replaces a lost connection |
 //! | `agreement` | answers to a source that resumes, and their time limits |
 //!
-//! RUN is this side's commit. Before it, every failure leaves the guest with the source, and it never runs here. After it the
-//! guest stays here, and a failure leaves it without pages that it waits for.
+//! RUN is the destination's commit. A failure before RUN leaves the guest with the source, and the guest never runs here. After
+//! RUN the guest stays here. A failure then leaves the guest without the pages that it waits for.
 
 mod agreement;
 mod blocktime;
@@ -38,7 +38,7 @@ use hotlift_wire::main_channel::postcopy::Ranges;
 use crate::ends::guest_sink::sink::GuestSink;
 use crate::error::MigrationError;
 
-/// Discards received pages.
+/// Discards received pages that have changed at the source since (DISCARD).
 pub(crate) fn discard(
     sink: &GuestSink<'_>,
     block: usize,
@@ -58,7 +58,8 @@ pub(crate) fn discard(
     Ok(())
 }
 
-/// Discards all memory between pages with content, because a transparent huge page may have filled it.
+/// Discards all memory between pages with content. A transparent huge page may have allocated this memory, and accesses to it
+/// would cause no page fault.
 fn empty_gaps(ram: &RamBlock, written: &DirtyBitmap) -> Result<(), MigrationError> {
     let mut gap = None;
     for page in 0..=written.pages() {

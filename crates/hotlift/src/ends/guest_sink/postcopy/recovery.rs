@@ -1,7 +1,7 @@
-//! Replaces a lost connection: the source asks which pages have arrived, and sends the rest.
+//! Replaces a lost connection of a postcopy: the source asks which pages have arrived, and sends the missing ones.
 //!
-//! A Hotlift first shows the id of the migration. A QEMU is recognised only by its first bytes; the destination tries to resume
-//! with it. Any other client is rejected, and the wait for the source continues.
+//! A Hotlift source proves its identity by the id of the migration. A QEMU source is recognised only by its first bytes, and
+//! the destination tries to resume with it. Any other client is rejected, and the wait for the source continues.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,8 +27,8 @@ use crate::stream::preempt::missing_preempt;
 use crate::stream::return_path::encode;
 
 impl Incoming<'_> {
-    /// Receives the rest from a source that connects to the listener of `Control::recover`, and returns the outcome. Returns
-    /// `None` after a cancel.
+    /// Receives the missing pages from a source that connects to the listener of `Control::recover`, and returns the result.
+    /// Returns `None` after a cancel.
     pub(super) fn recover(&self, machine: &mut MainChannel) -> Option<Result<(), MigrationError>> {
         loop {
             let listener = self.session.control.await_recovery()?;
@@ -101,8 +101,11 @@ impl Incoming<'_> {
         }
     }
 
-    /// Runs [`Incoming::agree`] until its time limit, a cancel, or a newer listener for the source. Then it cuts the
-    /// connection, even during a read or a write.
+    /// Runs [`Incoming::agree`]. Cuts the connection, even during a read or a write, in three cases:
+    ///
+    /// - the time limit of the agreement is reached
+    /// - the migration is cancelled
+    /// - `Control::recover` gets a newer listener
     fn agree_in_time(
         &self,
         machine: &mut MainChannel,
@@ -132,7 +135,8 @@ impl Incoming<'_> {
         })
     }
 
-    /// Informs the source which pages have arrived, until it resumes. Returns its preempt channel, if one is required.
+    /// Answers the source's requests for bitmaps of received pages, until the source resumes. Returns the source's preempt
+    /// channel; `None` without `postcopy-preempt`.
     fn agree(
         &self,
         agreement: &Agreement,
@@ -175,7 +179,7 @@ impl Incoming<'_> {
         }
     }
 
-    /// Receives the missing pages from a source that knows them.
+    /// Confirms the resume, and receives the missing pages. Before this call, the source has learned which pages are missing.
     fn receive_missing(
         &self,
         machine: &mut MainChannel,

@@ -24,7 +24,7 @@ use crate::stream::main_recv::{MainInput, WaitCondition};
 use crate::stream::preempt;
 use crate::stream::return_path::encode;
 
-/// State that the threads share.
+/// State of a postcopy at the destination, which its threads share.
 pub(super) struct Incoming<'a> {
     pub(super) session: &'a Session<'a>,
     pub(super) sink: &'a GuestSink<'a>,
@@ -32,12 +32,12 @@ pub(super) struct Incoming<'a> {
     pub(super) link: Link<'a>,
 }
 
-/// Starts the guest with the devices of a complete package, answers its `pings`, and receives the guest's pages. Returns when
-/// all pages have arrived.
+/// Loads the devices of a complete package, answers the package's `pings`, starts the guest, and receives its pages. Returns
+/// when all pages have arrived.
 ///
 /// # Errors
-/// [`MigrationError::PagesMissing`] if the guest runs here and the operator has cancelled the rest. Any other error leaves the
-/// guest with the source.
+/// [`MigrationError::PagesMissing`] if the guest runs here, and the operator has cancelled the transfer of the missing pages.
+/// After any other error the source keeps the guest.
 pub(crate) fn run<'a>(
     session: &'a Session<'a>,
     sink: &'a GuestSink<'a>,
@@ -63,7 +63,7 @@ pub(crate) fn run<'a>(
         DestinationSide::Runs => {
             let waits = incoming.lazy.waits.lock().figures(session.since.elapsed());
             let _ = sink.postcopy.set(waits);
-            // Without `end`: threads of the guest keep waiting for missing pages.
+            // `end` is not called: threads of the guest keep waiting for missing pages.
             outcome
         }
         _ => {
@@ -97,7 +97,8 @@ impl Incoming<'_> {
         };
         let threads = &session.threads;
         thread::scope(|scope| {
-            // Without these two threads the devices may wait for pages forever; the guest stays with its source.
+            // Both threads are necessary: the devices may wait for pages. If a thread cannot be started, the source keeps the
+            // guest.
             threads.spawn(scope, "mig/dst/fault".to_owned(), &failed, move || {
                 let ask = |fault: hotlift_mem::Fault| self.link.ask_for(fault.block, fault.page);
                 self.lazy.report_faults(&stopped, ask)
@@ -126,7 +127,7 @@ impl Incoming<'_> {
         let (session, sink) = (self.session, self.sink);
         sink.await_loaded()?;
         let pongs: Vec<_> = pings.iter().copied().map(ReturnMessage::Pong).collect();
-        // Ignored: a source that does not receive the answers detects the broken connection.
+        // Errors are ignored: a source that does not receive the answers detects the broken connection.
         let _ = self.link.send(&encode(&pongs));
         if !(session.destination_handover.loaded() && session.destination_handover.commit()) {
             return Err(MigrationError::Cancelled);
@@ -140,7 +141,7 @@ impl Incoming<'_> {
         Ok(())
     }
 
-    /// Receives pages until all have arrived, over one connection after the other.
+    /// Receives pages until all have arrived. Replaces a lost connection, and then continues.
     fn listen(
         &self,
         machine: &mut MainChannel,
@@ -149,8 +150,8 @@ impl Incoming<'_> {
     ) -> Result<(), MigrationError> {
         let mut outcome = self.all_pages(machine, input, preempt);
         while let Err(lost) = outcome {
-            // Abandons a guest that is not starting yet; main stays open, because it may carry the refusal. The start of a
-            // guest is awaited instead.
+            // Abandons the guest, unless it is starting. Main stays open, because an error message may be sent on it. If the
+            // guest is starting, waits for the result.
             self.session.destination_handover.abandon();
             if !self
                 .session
@@ -166,12 +167,12 @@ impl Incoming<'_> {
                 None => return Err(lost),
             };
         }
-        // Pages that were never sent are zero, and the devices may wait for them.
+        // Pages that were never sent become zero pages, and the devices may wait for them.
         self.lazy.end();
         Ok(())
     }
 
-    /// Receives pages until all have arrived, over one connection and its preempt channel.
+    /// Receives pages until all have arrived, on one main channel and its preempt channel.
     pub(super) fn all_pages(
         &self,
         machine: &mut MainChannel,
@@ -188,7 +189,7 @@ impl Incoming<'_> {
                 let outcome = self.urgent_pages(stream);
                 over.store(true, Ordering::Release);
                 self.session.control.life().wake();
-                // Pages requested from now on would not arrive.
+                // The preempt channel ended too early: pages requested from now on would not arrive.
                 if !whole.load(Ordering::Acquire) {
                     self.link.cut();
                 }
@@ -198,7 +199,7 @@ impl Incoming<'_> {
             let outcome = urgent.and_then(|urgent| {
                 let mut outcome = self.pages(machine, input);
                 whole.store(true, Ordering::Release);
-                // Waits for pages on the preempt channel that the end of main has overtaken.
+                // The end of main may arrive before pages on the preempt channel: waits for these pages.
                 if outcome.is_ok() {
                     let timeout = self.sink.options.limits.handshake_timeout;
                     let is_over = || over.load(Ordering::Acquire);
@@ -232,7 +233,7 @@ impl Incoming<'_> {
         })
     }
 
-    /// Receives the pages of main.
+    /// Reads main up to its last page.
     fn pages(
         &self,
         machine: &mut MainChannel,
@@ -264,7 +265,7 @@ impl Incoming<'_> {
                 counters.add_pages(bytes.is_some().into(), bytes.is_none().into());
             }
             Action::Pong(value) => {
-                // The reader of the connection detects its loss.
+                // Errors are ignored: the reader of the connection detects its loss.
                 let _ = self.link.send(&encode(&[ReturnMessage::Pong(*value)]));
             }
             Action::Eof { .. } => return Ok(false),

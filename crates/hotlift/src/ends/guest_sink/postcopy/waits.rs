@@ -8,10 +8,10 @@ use hotlift_mem::{Fault, Touch};
 use super::blocktime::Blocktime;
 use crate::figures::{LatestTimes, PostcopyFigures};
 
-/// Waits for missing pages.
+/// Waits of the guest's threads for missing pages, open and completed.
 #[derive(Default)]
 pub(super) struct Waits {
-    /// Waits for requested pages: about one for each waiting thread, so only few.
+    /// Open waits, with their start times. There are few: about one for each waiting thread.
     open: Vec<(Touch, Instant)>,
     /// Times of completed waits.
     over: LatestTimes,
@@ -24,7 +24,7 @@ pub(super) struct Waits {
 }
 
 impl Waits {
-    /// Creates an empty set of waits; `blocktime` counts them by thread.
+    /// Creates an empty set of waits; `blocktime` counts the waits by thread.
     pub(super) fn new(blocktime: Option<Blocktime>) -> Self {
         Self {
             blocktime,

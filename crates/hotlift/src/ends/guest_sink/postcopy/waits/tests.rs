@@ -17,7 +17,7 @@ use crate::stream::return_path::encode;
 
 const US: Duration = Duration::from_micros(1);
 
-/// Name and pages of each RAM block, and pages of one of its huge pages.
+/// Name, number of pages, and pages in a huge page of each RAM block.
 const BLOCKS: [(&str, usize, usize); 2] = [("small", 150, 1), ("huge", 64, 8)];
 
 /// Pages that are decoded together with a requested one, including it.
