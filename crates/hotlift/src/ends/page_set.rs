@@ -1,4 +1,4 @@
-//! Sets of pages. Memory grows with the pages in a set, because the size of RAM is a claim of the peer.
+//! Sets of pages. A bitmap is allocated when its first page is inserted, because the peer may state a false size of RAM.
 
 use std::sync::OnceLock;
 
@@ -7,7 +7,7 @@ use hotlift_methods::MemoryLimit;
 
 use crate::error::{Channel, MigrationError};
 
-/// Pages that share a bitmap, allocated with the first page: 32 KiB for 1 GiB of RAM.
+/// Number of pages that share a bitmap. The bitmap has 32 KiB for 1 GiB of RAM.
 const PART: usize = 1 << 18;
 
 const PART_BYTES: usize = PART / 8;
@@ -20,7 +20,7 @@ pub(crate) struct PageSet {
 }
 
 impl PageSet {
-    /// Creates an empty set for a RAM block of `length` bytes. Inserted pages charge their memory to `memory`.
+    /// Creates an empty set for a RAM block of `length` bytes. Bitmaps are charged to `memory` when they are allocated.
     pub(crate) fn new(length: u64, memory: &MemoryLimit) -> Self {
         let parts = length.div_ceil((PART * PAGE_SIZE) as u64);
         Self {
@@ -32,7 +32,7 @@ impl PageSet {
     /// Inserts the page at byte `offset`. Returns false if it is already in the set, or outside the block.
     ///
     /// # Errors
-    /// If the memory limit is reached.
+    /// [`MigrationError::MemoryLimit`] if the memory limit is reached.
     pub(crate) fn insert(&self, offset: u64) -> Result<bool, MigrationError> {
         let page = usize::try_from(offset).unwrap_or(usize::MAX) / PAGE_SIZE;
         let Some(part) = self.parts.get(page / PART) else {
@@ -41,10 +41,10 @@ impl PageSet {
         Ok(self.made(part)?.set(page % PART))
     }
 
-    /// Allocates the memory for all pages now.
+    /// Allocates the bitmaps of all pages now.
     ///
     /// # Errors
-    /// If the memory limit is reached.
+    /// [`MigrationError::MemoryLimit`] if the memory limit is reached.
     pub(crate) fn reserve(&self) -> Result<(), MigrationError> {
         for part in &self.parts {
             self.made(part)?;

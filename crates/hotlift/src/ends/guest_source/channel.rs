@@ -22,13 +22,13 @@ pub(crate) struct ChannelSender<'a> {
     source: &'a GuestSource<'a>,
     packets: PacketSender<'a>,
     block: usize,
-    /// Pages of a packet.
+    /// Number of pages in a full packet.
     packet_pages: usize,
     normal_share: NormalShare,
     normal: Vec<u64>,
     zero: Vec<u64>,
     runs: Vec<GuestRun<'a>>,
-    /// Zero-page detection by devices instead of this thread.
+    /// Zero-page detection by devices; `None` if this thread detects zero pages.
     pipeline: Option<Pipeline<'a>>,
     dirty_words: Vec<u64>,
     untouched_words: Vec<u64>,
@@ -56,7 +56,7 @@ impl<'a> ChannelSender<'a> {
         })
     }
 
-    /// Sends rounds, each closed by a SYNC packet, until there are no more.
+    /// Sends the pages of each round, and then a SYNC packet, until there are no more rounds.
     pub(crate) fn run(&mut self) -> Result<(), MigrationError> {
         let mut round = 0;
         while self.source.rounds.next(&mut round) {
@@ -79,14 +79,14 @@ impl<'a> ChannelSender<'a> {
             self.chunk(chunk)?;
         }
         if self.pipeline.is_some() {
-            // One turn submits the filled batch, the second takes its result.
+            // The first call submits the filled batch, the second takes its result.
             self.turn()?;
             self.turn()?;
         }
         self.send_packet()
     }
 
-    /// Submits the gathered pages to a device, and sends those of the previous batch.
+    /// Submits the gathered pages to a device. Takes the results of the previous batch, and sends its pages.
     fn turn(&mut self) -> Result<(), MigrationError> {
         if let Some(pipeline) = &mut self.pipeline {
             self.block = pipeline.turn(&mut self.normal_share, &mut self.normal, &mut self.zero);
@@ -175,7 +175,7 @@ impl<'a> ChannelSender<'a> {
     }
 }
 
-/// Joins adjacent page offsets: (offset, length) in bytes.
+/// Joins adjacent pages into runs. Returns the offset and length of each run, in bytes.
 fn contiguous(offsets: &[u64]) -> impl Iterator<Item = (usize, usize)> + '_ {
     let page = PAGE_SIZE as u64;
     offsets

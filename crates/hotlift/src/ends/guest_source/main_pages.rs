@@ -1,11 +1,12 @@
 //! Pages that the migration thread itself handles, chunk by chunk.
 //!
-//! With `zero-page-detection=legacy` it finds zero pages ahead of the channels, and sends them as records of the main channel.
-//! Other dirty pages go back into the bitmap, and the chunk is released to the channel threads. Each page is sent once per
-//! round, on one of the two paths. Both precede the round's barrier, so they need no order.
+//! With `zero-page-detection=legacy`, the migration thread scans each chunk before the channel threads. It sends zero pages as
+//! records of the main channel, and puts other dirty pages back into the bitmap. Then it releases the chunk to the channel
+//! threads. Each page is sent once per round, on main or on a channel. Both are sent before the round's barrier, so they need
+//! no order.
 //!
-//! Without multifd this thread sends all pages as records of the main channel. With `compress` other threads make the records;
-//! with `xbzrle` a record is the delta of a page.
+//! Without multifd, the migration thread sends all pages as records of the main channel. With `compress`, other threads make
+//! the records. With `xbzrle`, a record may be the delta of a page.
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::multifd::ZeroPageDetection;
@@ -19,8 +20,8 @@ use crate::pipe::batch::Batch;
 use crate::pipe::flow::Flow;
 use crate::precopy::ram::offsets;
 
-/// Pages between two calls of `between`. This number of pages with content fills the main channel's buffer of 64 KiB once: at a
-/// low `max-bandwidth` the thread is blocked for one write only.
+/// Number of pages between two calls of `between`. Pages with content fill the main channel's buffer of 64 KiB once in this
+/// time. So a low `max-bandwidth` blocks the thread for at most one write.
 const PAGES_BETWEEN: usize = 16;
 
 /// Maximum pages in a batch for a `compress` thread. With 1, 8, 32 and 128 pages the migration thread took 1.05, 0.53, 0.40
@@ -33,7 +34,8 @@ pub(crate) fn needed(options: &Options) -> bool {
     !options.stream.multifd() || options.zero_pages.detection == ZeroPageDetection::Legacy
 }
 
-/// Scans all chunks of the round that has just started. Calls `between` repeatedly, because a chunk may take minutes.
+/// Scans all chunks of the round that has just started. Calls `between` repeatedly, because the scan of one chunk may take
+/// minutes.
 pub(crate) fn scan(
     source: &GuestSource<'_>,
     flow: &Flow<Batch>,
@@ -82,7 +84,7 @@ pub(crate) fn scan(
                     let has_room =
                         |batch: &Batch| batch.block == chunk.block && batch.len() < HANDED_OUT;
                     if !handed_out.as_ref().is_some_and(has_room) {
-                        // Released first: a thread that must free a batch may wait for its turn on main.
+                        // Main is unlocked first: a thread that must free a batch may wait for main.
                         turn = None;
                         handed_out.take().into_iter().for_each(|it| flow.submit(it));
                         handed_out = match options.compress_wait_thread {

@@ -6,10 +6,10 @@
 //! | `readers` | the threads: their work, and the handling of answers and losses |
 //! | `rounds` | synchronises the begin and end of a round over all channels |
 //! | `channel` | thread of a multifd channel: chunks, zero pages, packets |
-//! | `zero_devices` | zero-page detection by devices instead of that thread |
+//! | `zero_devices` | zero-page detection by devices instead of the channel's thread |
 //! | `normal_share` | zero pages that are sent with their content (a test option of QEMU) |
 //! | `main_pages` | pages as records of main: without multifd, and of `legacy` zero-page detection |
-//! | `xbzrle` | deltas for such records, of pages that were sent before |
+//! | `xbzrle` | encodes pages that were sent before as deltas |
 //! | `postcopy_pages` | missing pages of a guest that runs at the destination |
 //! | `reporter` | progress reports, from the state of the rounds and the counters of the channels |
 

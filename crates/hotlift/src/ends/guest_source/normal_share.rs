@@ -1,20 +1,21 @@
 //! `multifd-normal-page-ratio`: the share of zero pages that are sent with their content.
 
-/// Selects that share of one thread's zero pages, evenly spread and not at random, so that the same guest gives the same count.
+/// Selects the zero pages of one thread that are sent with content. They are evenly spread, not random: the same guest always
+/// gives the same count.
 #[derive(Debug)]
 pub(crate) struct NormalShare {
     percent: u8,
-    /// Hundredths of a page that are due.
+    /// Accumulated percentage. When it reaches 100, a zero page is sent with content.
     due: u8,
 }
 
 impl NormalShare {
-    /// Creates the selection of a share of 0 to 100 %.
+    /// Creates the selection; `percent` is 0 to 100.
     pub(crate) fn new(percent: u8) -> Self {
         Self { percent, due: 0 }
     }
 
-    /// Returns true if the zero page just found must be sent as a normal one.
+    /// Returns true if the zero page just found must be sent with its content.
     pub(crate) fn takes(&mut self) -> bool {
         self.due += self.percent;
         let takes = self.due >= 100;

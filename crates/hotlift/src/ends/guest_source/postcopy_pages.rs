@@ -1,4 +1,4 @@
-//! Memory of a stopped guest, for the guest that runs at the destination with missing pages.
+//! Pages of a guest that is paused at the source of a postcopy. The guest runs at the destination, and waits for these pages.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -11,17 +11,17 @@ use crate::error::MigrationError;
 use crate::lock::lock;
 use crate::postcopy::{Batch, Ledger, Pages, Place, PrefetchQueue, Reader};
 
-/// Pages of one background write: an answer waits for at most this number.
+/// Number of pages in one background write. A requested page waits for at most one such write.
 const BATCH: usize = 16;
 
-/// Pages of a share: 256 KiB. The neighbours of a requested page wait for at most one share.
+/// Number of pages in a share (unit of work): 256 KiB. The neighbours of a requested page wait for at most one share.
 const SHARE: usize = 64;
 
 /// Pages still to send: first near the latest request, then in order.
 pub(crate) struct GuestPages<'a> {
     source: &'a GuestSource<'a>,
     near: PrefetchQueue,
-    /// RAM block, and the pages of its latest chunk that no thread has taken.
+    /// RAM block and pages of the current chunk that no thread has taken yet.
     rest: Mutex<(usize, Range<usize>)>,
 }
 
@@ -76,13 +76,13 @@ impl Pages for GuestPages<'_> {
 /// Reader of one thread.
 pub(crate) struct GuestReader<'a> {
     source: &'a GuestSource<'a>,
-    /// RAM block and page from which the background takes pages.
+    /// RAM block and first page of the last `prepare` call. The background sends pages from there on.
     prepared: (usize, usize),
     page: Box<[u8; PAGE_SIZE]>,
 }
 
 impl GuestReader<'_> {
-    /// Copies a page; returns false for a zero page that may be sent as such.
+    /// Copies a page into the buffer. Returns false for a zero page that may be sent as a zero page.
     fn read(&mut self, block: usize, page: usize) -> Result<bool, MigrationError> {
         let GuestSource { guest, ram, .. } = self.source;
         ram.settle(block, page);
@@ -97,7 +97,7 @@ impl GuestReader<'_> {
 }
 
 impl Reader for GuestReader<'_> {
-    /// Reads clean pages too: a destination that requests one does not have it.
+    /// Reads clean pages too: if the destination requests a page, it does not have the page.
     fn page(&mut self, block: usize, page: usize) -> Result<Option<&[u8]>, MigrationError> {
         let has_content = self.read(block, page)?;
         Ok(has_content.then_some(&*self.page))

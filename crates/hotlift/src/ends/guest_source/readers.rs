@@ -16,7 +16,7 @@ use crate::status::Status;
 const STANDSTILL_SAMPLE: Duration = Duration::from_millis(100);
 
 impl GuestSource<'_> {
-    /// Returns the channel that a thread sends, or `None` for the thread that polls devices.
+    /// Returns the id of the channel that thread `number` sends; `None` for the thread that polls devices.
     fn channel(&self, number: usize) -> Option<u8> {
         let id = u8::try_from(number).ok()?;
         (number < self.out.multifd.len()).then_some(id)
@@ -85,7 +85,8 @@ impl Source for GuestSource<'_> {
         match self.ledger.get() {
             // Requests arrive only on main.
             Some(_) if channel == Channel::Main => self.lose(session, error),
-            // After the commit the statement may arrive on another connection; before it, this is a failure.
+            // Before the commit, this is a failure. After it, the destination's statement may still arrive on another
+            // connection.
             _ => session.fail(error),
         }
     }
@@ -117,7 +118,7 @@ impl Source for GuestSource<'_> {
 
     fn shut_down(&self) {
         self.rounds.end();
-        // A thread that takes a chunk sees that the migration has ended.
+        // Wakes threads that wait for a chunk: they then see that the migration has ended.
         self.ram.release_all();
         if let Some(devices) = &self.zero_devices {
             devices.finder.close();

@@ -16,7 +16,7 @@ use crate::progress::{OnProgress, Progress};
 /// Interval between two reports.
 pub(crate) const INTERVAL: Duration = Duration::from_millis(100);
 
-/// Share of max-bandwidth from which on it counts as the limit of the rate.
+/// From this fraction of `max-bandwidth` on, `max-bandwidth` counts as the limit of the rate.
 const AT_THE_LIMIT: f64 = 0.8;
 
 /// Creates reports from the source's counters.
@@ -30,7 +30,7 @@ pub(crate) struct Reporter<'a> {
     throttle_percent: u8,
     throttle_refused: bool,
     xbzrle: Option<XbzrleFigures>,
-    /// Method statistics over time, if each packet has its own method.
+    /// Method statistics over time; only with method `auto`, which selects a method for each packet.
     timeline: Option<Timeline>,
 }
 
@@ -53,7 +53,7 @@ impl<'a> Reporter<'a> {
         }
     }
 
-    /// Returns the method statistics over time, if each packet has its own method.
+    /// Returns the method statistics over time; empty without method `auto`.
     pub(crate) fn timeline(&self) -> Vec<MethodMoment> {
         let timeline = self.timeline.as_ref();
         timeline.map(Timeline::moments).unwrap_or_default()
@@ -85,7 +85,7 @@ impl<'a> Reporter<'a> {
         self.source.show_zero_jobs();
         let bytes = self.source.bytes();
         let counts = Counts {
-            // Channels keep counting: the total must equal the sum of the parts.
+            // The channels continue to count. The total must equal the sum of the parts.
             transferred_bytes: bytes.sum(),
             ..self.source.out.counts()
         };

@@ -6,7 +6,7 @@ use crate::error::MigrationError;
 use crate::life::Life;
 use crate::life::wait_mutex::WaitMutex;
 
-/// Rounds of one migration.
+/// State of a migration's rounds, which the migration thread and the channel threads share.
 pub(crate) struct Rounds {
     state: WaitMutex<State>,
     channels: usize,
@@ -16,9 +16,9 @@ pub(crate) struct Rounds {
 struct State {
     /// Current round.
     round: u64,
-    /// Channels that have finished it.
+    /// Number of channels that have finished the current round.
     finished: usize,
-    /// True if no other round begins.
+    /// True once no further round will begin.
     over: bool,
 }
 
@@ -31,7 +31,7 @@ impl Rounds {
         }
     }
 
-    /// Begins a round.
+    /// Begins the next round, and wakes the channel threads.
     pub(crate) fn start(&self) {
         self.state.change(|state| {
             state.round += 1;
@@ -59,7 +59,8 @@ impl Rounds {
         Ok(())
     }
 
-    /// Waits in a channel's thread for the round after `round`, and advances `round`; returns false if there is none.
+    /// Waits in a channel's thread for the round after `round`. Stores the number of the new round in `round`; returns false if
+    /// there is none.
     pub(crate) fn next(&self, round: &mut u64) -> bool {
         let keep_waiting = || Ok::<_, std::convert::Infallible>(());
         let Ok(next) = self.state.wait_until(None, keep_waiting, |state| {

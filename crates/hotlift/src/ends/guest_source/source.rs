@@ -18,12 +18,12 @@ use crate::pipe::stream_out::StreamOut;
 use crate::postcopy::Ledger;
 use crate::precopy::ram::RamState;
 
-/// A departing guest.
+/// An outgoing guest: the state of its migration at the source.
 pub(crate) struct GuestSource<'a> {
     pub guest: &'a dyn Guest,
     pub options: &'a Options,
     pub control: &'a Control,
-    /// Destination of its pages.
+    /// Stream to the destination.
     pub out: &'a StreamOut,
     /// Devices for zero-page detection.
     pub zero_devices: Option<ZeroDevices>,
@@ -35,9 +35,9 @@ pub(crate) struct GuestSource<'a> {
     main_at_postcopy: OnceLock<u64>,
     /// Pages sent over the current connection of a postcopy.
     pub ledger: OnceLock<Arc<Ledger>>,
-    /// Error that ended that connection.
+    /// Error that ended the current connection of a postcopy.
     pub lost: Failure,
-    /// RAM block of the last page request on it.
+    /// RAM block of the last page request on the current connection of a postcopy.
     pub(super) asked_block: Mutex<Option<usize>>,
     /// Number of requested pages, over all connections.
     pub postcopy_requests: AtomicU64,
@@ -90,18 +90,18 @@ impl<'a> GuestSource<'a> {
         self.main_at_stop.get().is_some()
     }
 
-    /// Returns true if postcopy must begin now, and send the rest of the round.
+    /// Returns true if the channels must stop the round, because postcopy begins and sends its remaining pages.
     pub(crate) fn cuts_round(&self) -> bool {
         self.options.postcopy.ram && self.control.wants_postcopy() && !self.is_guest_stopped()
     }
 
-    /// Records that from now on written bytes are postcopy pages.
+    /// Records that bytes written to main from now on belong to postcopy.
     pub(crate) fn postcopy_begins(&self) {
         let _ = self.main_at_postcopy.set(self.main_bytes());
     }
 
-    /// Handles an early end of a postcopy's connection. Before the commit this is a normal failure, and the commit then does
-    /// not happen.
+    /// Handles the loss of a postcopy's connection. Before the commit, the loss fails the migration, and there will be no
+    /// commit. After it, another connection can replace the lost one.
     pub(super) fn lose(&self, session: &Session<'_>, error: MigrationError) {
         if session.source_handover.is_committed() {
             self.lost.keep(error);
@@ -135,7 +135,7 @@ impl<'a> GuestSource<'a> {
         }
     }
 
-    /// Reports the statistics of the devices, or of the CPU as their replacement.
+    /// Updates the statistics of zero-page detection: by the devices, or by the CPU as their replacement.
     pub(crate) fn show_zero_jobs(&self) {
         let stats = self.control.accelerator_stats();
         if let Some(devices) = &self.zero_devices {

@@ -1,7 +1,8 @@
 //! Capability `xbzrle`: a page that was sent before is sent as a delta.
 //!
-//! The cache has pages as they were sent, so a cached page equals the page at the destination. It is direct-mapped, as in QEMU:
-//! each page has one slot, chosen by its number. A new page replaces one that was not used in the last two rounds.
+//! The cache has pages as they were sent, so a cached page equals the page at the destination. The cache is direct-mapped, as
+//! in QEMU: each page has one slot, chosen by its number. A new page replaces the page in its slot only if that page was not
+//! used for two rounds.
 
 use hotlift_mem::{PAGE_SIZE, RamBlock};
 use hotlift_methods::legacy::xbzrle::{Delta, encode};
@@ -48,10 +49,11 @@ struct RoundStart {
 }
 
 impl Xbzrle {
-    /// Creates the encoder if the options enable it. Its cache has the size of the option, but at most that of the RAM.
+    /// Creates the encoder, or returns `None` if the options do not enable XBZRLE. The cache has the size of the option, but at
+    /// most the size of RAM.
     ///
     /// # Errors
-    /// [`MigrationError::XbzrleCache`] if there is not enough memory for it.
+    /// [`MigrationError::XbzrleCache`] if there is not enough memory for the cache.
     pub(crate) fn new(
         guest: &dyn Guest,
         options: &Options,
@@ -92,7 +94,7 @@ impl Xbzrle {
         })
     }
 
-    /// Begins a round; `last` means that pages sent in it are never looked up again.
+    /// Begins a round. `last` means the last round: its pages are not cached, because they are never looked up again.
     pub(crate) fn start_round(&mut self, last: bool) {
         self.round += 1;
         self.last = last;
@@ -189,8 +191,8 @@ struct Slot {
 }
 
 impl Cache {
-    /// Creates the cache; memory for its pages is allocated as they are stored. The available memory is checked before the
-    /// migration begins: a system that overcommits refuses nothing, and later kills the process, with its guest.
+    /// Creates the cache. Memory for a page is allocated when the page is stored. The available memory is checked here, before
+    /// the migration begins: a system that overcommits never refuses memory, and later kills the process with its guest.
     fn new(slots: usize) -> Result<Self, MigrationError> {
         let bytes = slots as u64 * PAGE_SIZE as u64;
         let available = available_bytes();
@@ -216,7 +218,8 @@ impl Cache {
         usize::try_from(number).unwrap_or(0) & (self.slots.len() - 1)
     }
 
-    /// Takes the slot for the page, if the slot is its own, free, or long unused.
+    /// Assigns the slot to a page, and returns true, if the slot already has this page, is free, or was not used for
+    /// [`LIFETIME`] rounds.
     fn take_slot(&mut self, number: u64, round: u64) -> bool {
         let index = self.index(number);
         let slot = &mut self.slots[index];
@@ -230,14 +233,14 @@ impl Cache {
         may
     }
 
-    /// Stores a page as sent, if it has its slot.
+    /// Stores the sent content of a page, if the page has a slot.
     fn put(&mut self, number: u64, page: &[u8; PAGE_SIZE]) {
         if let Some(slot) = self.get(number) {
             *slot = *page;
         }
     }
 
-    /// Returns the page as sent, if it has its slot.
+    /// Returns the sent content of a page; `None` if the page has no slot.
     fn get(&mut self, number: u64) -> Option<&mut [u8; PAGE_SIZE]> {
         let index = self.index(number);
         (self.slots[index].tag == number + 1).then(|| &mut self.pages.as_chunks_mut().0[index])

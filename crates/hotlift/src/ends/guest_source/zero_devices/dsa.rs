@@ -12,7 +12,7 @@ use super::{FindZeros, Found, PageBatch};
 use crate::figures::JobFigures;
 use crate::options::AccelPath;
 
-/// Opens the devices for memory of NUMA node `home`.
+/// Opens the DSA devices of `paths`, for guest memory on NUMA node `home`.
 pub(super) fn find(paths: &[AccelPath], home: Option<u32>) -> Found {
     let (mut devices, mut missing) = (Vec::new(), None);
     for path in paths {

@@ -25,7 +25,7 @@ use crate::options::ZeroPageOptions;
 #[cfg(feature = "accel")]
 use dsa::find;
 
-/// Devices that were opened, if any, and the reason why the first of the others was not.
+/// The opened devices, if any, and the error of the first device that could not be opened.
 type Found = (
     Option<Box<dyn FindZeros>>,
     Option<Box<dyn Error + Send + Sync>>,
@@ -39,10 +39,10 @@ fn find(_: &[crate::options::AccelPath], _: Option<u32>) -> Found {
 
 /// Devices that detect zero pages. Pages without a result from a device are checked on the CPU.
 pub(crate) trait FindZeros: Send + Sync {
-    /// Returns a batch of at most `pages` pages, reused from packet to packet.
+    /// Creates a batch for at most `pages` pages, which the caller reuses for all packets.
     fn batch<'a>(&'a self, pages: usize) -> Box<dyn PageBatch<'a> + 'a>;
 
-    /// Returns results to the batches until closed: the work of a thread.
+    /// Body of a thread: passes results of the devices to the batches until [`FindZeros::close`] is called.
     fn listen(&self);
 
     /// Ends [`FindZeros::listen`] after the jobs in flight.
@@ -52,19 +52,19 @@ pub(crate) trait FindZeros: Send + Sync {
     fn figures(&self) -> JobFigures;
 }
 
-/// Batch of pages, each with its offset.
+/// Pages that a device checks for zeros together. Each page has its byte offset.
 pub(crate) trait PageBatch<'a> {
     /// Submits pages to a device and returns without waiting.
     fn submit(&mut self, pages: &[(u64, GuestRun<'a>)]);
 
-    /// Waits for the device. Appends true for each of the submitted `pages` that is zero, false for the others.
+    /// Waits for the results of the submitted `pages`. Appends one value for each page: true for a zero page.
     fn wait(&mut self, pages: &[(u64, GuestRun<'a>)], are_zero: &mut Vec<bool>);
 }
 
 /// Devices of one migration.
 pub(crate) struct ZeroDevices {
     pub finder: Box<dyn FindZeros>,
-    /// Devices that could not be opened.
+    /// Error of a device that could not be opened.
     missing: Option<String>,
 }
 
@@ -112,7 +112,7 @@ impl ZeroDevices {
 /// The two batches of a channel.
 pub(crate) struct Pipeline<'a> {
     batches: [Filling<'a>; 2],
-    /// Index of the batch that is being filled; the other one is with a device, or empty.
+    /// Index of the batch that is being filled. The second batch is with a device, or empty.
     filled: usize,
     /// Pages of a packet.
     pages: usize,
@@ -122,9 +122,9 @@ pub(crate) struct Pipeline<'a> {
 struct Filling<'a> {
     batch: Box<dyn PageBatch<'a> + 'a>,
     block: usize,
-    /// Offsets of the pages in the batch.
+    /// Byte offsets and memory of the pages in the batch.
     asked: Vec<(u64, GuestRun<'a>)>,
-    /// Results for them.
+    /// Results for these pages: true for a zero page.
     are_zero: Vec<bool>,
     /// Offsets of pages that are known to be zero.
     untouched: Vec<u64>,
@@ -172,8 +172,8 @@ impl<'a> Pipeline<'a> {
         Ok(filling.len() == self.pages)
     }
 
-    /// Submits the filled batch to a device, and takes the results of the previous one. Returns its RAM block, and appends the
-    /// offsets of its normal pages and of its zero pages.
+    /// Submits the filled batch to a device, and waits for the results of the previous batch. Returns the RAM block of the
+    /// previous batch, and appends the offsets of its pages to `normal` and `zero`.
     pub(crate) fn turn(
         &mut self,
         share: &mut NormalShare,
