@@ -1,5 +1,5 @@
-//! Collects the pages of huge host pages for a QEMU in postcopy. QEMU places a host page as a whole, and needs its pages one
-//! after the other on one connection. They arrive here in any order, over several connections.
+//! Collects the 4 KiB pages of huge pages for a QEMU in postcopy. QEMU places a huge page as a whole. It must receive the 4 KiB
+//! pages of a huge page one after the other on one connection. This relay receives them in any order, over several connections.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -14,7 +14,7 @@ use crate::lock::lock;
 use crate::postcopy::LARGEST_PAGE;
 use crate::stream::main_send::PageRecords;
 
-/// Pages of the largest host page.
+/// Number of 4 KiB pages in the largest host page.
 const LARGEST_HOST_PAGE: usize = LARGEST_PAGE / PAGE_SIZE;
 
 /// Incomplete host pages.
@@ -39,7 +39,7 @@ pub(super) struct Gathered {
 }
 
 impl Gathered {
-    /// Returns the host page's pages, which must be written without others between them.
+    /// Returns the pages of the host page. They must be written without other pages between them.
     pub(super) fn pages(&self) -> PageRecords<'_> {
         PageRecords {
             block: self.block,
@@ -58,7 +58,7 @@ impl Drop for Gathered {
 }
 
 impl HostPages {
-    /// Creates an empty collection for a VM with these RAM blocks. Collected pages charge their memory to `memory`.
+    /// Creates an empty collection for these RAM blocks. Collected pages are charged to `memory`.
     pub(super) fn new(blocks: &[RamBlockEntry], memory: &MemoryLimit) -> Self {
         Self {
             sizes: blocks.iter().map(|block| block.page_size).collect(),
@@ -72,10 +72,11 @@ impl HostPages {
         self.sizes[block] > PAGE_SIZE as u64
     }
 
-    /// Adds a page; returns its host page if that is complete now.
+    /// Adds a page. Returns its host page if that is complete now, else `None`.
     ///
     /// # Errors
-    /// If the page has arrived before, or if the memory limit is reached.
+    /// - [`MigrationError::Protocol`] if the page has already arrived.
+    /// - [`MigrationError::MemoryLimit`] if the memory limit is reached.
     pub(super) fn add(
         &self,
         block: usize,
@@ -121,10 +122,10 @@ impl HostPages {
         })
     }
 
-    /// Checks that no host page is incomplete, as is required after the last page.
+    /// Checks that no host page is incomplete. Called after the last page.
     ///
     /// # Errors
-    /// If a host page is incomplete.
+    /// [`MigrationError::Protocol`] if a host page is incomplete.
     pub(super) fn are_whole(&self) -> Result<(), MigrationError> {
         match lock(&self.parts).is_empty() {
             true => Ok(()),

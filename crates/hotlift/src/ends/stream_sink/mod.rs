@@ -2,11 +2,12 @@
 //!
 //! | file | content |
 //! |---|---|
-//! | `page_writers` | pages: the place of zero pages, and the channel of the others |
+//! | `page_writers` | writes the pages of batches: zero pages on main or in packets, other pages on a channel |
 //! | `postcopy` | pages of a guest that already runs at the destination |
-//! | `host_pages` | the same for a guest in huge pages, which QEMU accepts only as a whole |
+//! | `host_pages` | collects huge pages in postcopy, because a QEMU accepts them only as a whole |
 //!
-//! The guest of this process sends pages and device sections through [`StreamSink::out`]; the rest is the same for both.
+//! A guest of this process sends pages and device sections through [`StreamSink::out`]. Everything else is the same for a guest
+//! and a relay.
 
 mod host_pages;
 mod page_writers;
@@ -56,46 +57,47 @@ use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
 use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::listen;
 
-/// Time limit for loading the devices at the destination of a relay, or of a postcopy, which may need pages for it.
+/// Time limit for loading the devices at the destination of a relay or of a postcopy. In postcopy, the devices may have to wait
+/// for pages.
 pub(crate) const LOADING: Duration = Duration::from_secs(60);
 
-/// Name of the awaited message after the devices.
+/// Name of the message awaited after the devices, for the timeout error.
 const LOADED: &str = "the destination's message that it loaded the guest";
 
-/// Possible reason of a QEMU that rejects a stream; QEMU reports its own reason only in its log.
+/// Possible reason why a QEMU rejects a stream. QEMU reports the true reason only in its log.
 const GUESSED_SYNC_POINTS: &str = "it could not load the guest; its log has the reason. The stream does not show how this \
                                    machine type synchronises multifd: if QEMU's log has 'migration flags: 0x200', use \
                                    --multifd-flush-after-each-section=on; if QEMU waited, use the other value";
 
-/// Newest machine type that sends no configuration.
+/// Version of the newest machine type that sends no configuration.
 const LAST_WITHOUT_CONFIGURATION: (u32, u32) = (2, 3);
 
 /// Interval of the QMP queries for the state of the guest.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Name of the awaited answer to the opening.
+/// Name of the answer awaited after the opening, for the timeout error.
 const OPENED: &str = "the destination's answer to the opening (check that both sides have the same machine, multifd-channels \
                       and method)";
 
-/// Reason reported for a guest that a killed QEMU did not get.
+/// Reason reported if the destination's QEMU was ended and never ran the guest.
 const DID_NOT_RUN: &str = "its QEMU did not run the guest, and was ended";
 
-/// Name of the awaited answer before the guest starts there without all of its pages.
+/// Name of the answer awaited before a postcopy starts the guest, for the timeout error.
 const READY: &str =
     "the destination's message that it is ready for postcopy (check its capability postcopy-ram)";
 
-/// Name of the awaited answer of a relay after the RAM blocks.
+/// Name of the answer that a relay must send after the RAM blocks, for the timeout error.
 const CONFIRMATION: &str =
     "the report of the destination's relay that its QEMU is connected (see that relay's log)";
 
-/// Time that the peer's reason may arrive after the peer closed a connection.
+/// Time to wait for the peer's error message after the peer closed a connection.
 const REASON_WAIT: Duration = Duration::from_millis(200);
 
-/// The same time for a guest of this process, which already runs again.
+/// Time as in [`REASON_WAIT`], for a guest of this process: the guest already runs again, so the wait may be longer.
 const REASON_WAIT_OF_GUEST: Duration = Duration::from_secs(2);
 
-/// Place of zero pages in a stream. The table of zero pages in packets exists since QEMU 9.0. An older QEMU ignores it, and
-/// would keep the old content of these pages.
+/// Place of zero pages in a stream. Packets list their zero pages since QEMU 9.0. An older QEMU ignores this list, and would
+/// keep the old content of the pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ZeroPlace {
     Packets,
@@ -108,9 +110,9 @@ enum ZeroPlace {
 /// Kind of the sync points of a stream with multifd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SyncPoints {
-    /// Every section of RAM ends with a sync point. Otherwise each sync point is its own record.
+    /// True if every RAM section ends with a sync point. False if each sync point is a separate record.
     pub each_section: bool,
-    /// A QEMU has shown this kind; false for a guess of a relay.
+    /// True if a QEMU has shown this kind; false if a relay has guessed it.
     pub are_shown: bool,
 }
 
@@ -123,15 +125,20 @@ impl SyncPoints {
         }
     }
 
-    /// Returns true if sections end with sync points, from the operator's option or the source's QEMU; `None` if unknown.
+    /// Returns true if each RAM section ends with a sync point: set by the operator's option, or shown by the source's QEMU.
+    /// Returns `None` if neither is known.
     fn known(settings: &RelaySettings, seen: Option<Self>) -> Option<bool> {
         let shown = seen.filter(|seen| seen.are_shown);
         let shown = shown.map(|seen| seen.each_section);
         settings.flush_after_each_section.or(shown)
     }
 
-    /// Decides the kind for the destination's QEMU: from the operator's option, the source's QEMU, or the report of the
-    /// destination's QEMU. Without these it guesses by the version of the machine type.
+    /// Decides the kind for the destination's QEMU, by the first known fact of this list:
+    ///
+    /// - the operator's option
+    /// - the kind of the source's QEMU
+    /// - the report of the destination's QEMU
+    /// - the version of the machine type (a guess)
     fn of_destination(
         settings: &RelaySettings,
         seen: Option<Self>,
@@ -150,16 +157,16 @@ impl SyncPoints {
     }
 }
 
-/// Relevant facts that the incoming side has shown.
+/// Facts about the source that the sink needs.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Seen {
-    /// Its sync points; `None` without multifd.
+    /// Sync points of the source; `None` without multifd.
     pub sync_points: Option<SyncPoints>,
-    /// The source detects zero pages.
+    /// True if the source detects zero pages.
     pub zeros_were_detected: bool,
-    /// The source is the guest of this process, whose channel threads close each round with a SYNC packet themselves.
+    /// True if the source is the guest of this process, whose channel threads send a SYNC packet after each round themselves.
     pub is_guest: bool,
-    /// That guest has `postcopy-preempt`.
+    /// True if the guest of this process has `postcopy-preempt`.
     pub preempts: bool,
 }
 
@@ -178,35 +185,35 @@ impl Seen {
 pub(crate) struct StreamSink<'a> {
     settings: &'a RelaySettings,
     pub out: StreamOut,
-    /// True from the question whether everything is loaded until the commit. If the migration fails in between, the peer must
-    /// be notified that there was no commit.
+    /// True after the peer was asked whether everything is loaded, until the commit. If the migration fails in this time, the
+    /// peer must learn that there was no commit.
     asked_whether_loaded: AtomicBool,
     control: Control,
     seen: Seen,
     sync_points: SyncPoints,
     /// Version of the machine type.
     version: Option<(u32, u32)>,
-    /// True if the source has sent zero pages as such: it detects them.
+    /// True once the source has sent a zero page without content: it detects zero pages.
     finds_zeros: AtomicBool,
     /// True once postcopy has begun.
     switched: AtomicBool,
-    /// Channel of a QEMU for the pages that its guest waits for, other than main.
+    /// Preempt channel to the destination's QEMU: a separate connection for pages that the guest waits for.
     preempt: OnceLock<PreemptOut>,
     /// True if the peer is a Hotlift.
     is_hotlift: AtomicBool,
     ram: RamLayout,
-    /// Pages that wait in postcopy for the rest of their huge page.
+    /// Pages in postcopy that wait until all pages of their huge page have arrived.
     host_pages: HostPages,
     /// Zero pages that wait for the next section on main.
     zeros: Vec<PageSet>,
-    /// Number of pages added since the last section of zero pages.
+    /// Number of zero pages added since the last section of zero pages.
     kept: AtomicUsize,
-    /// Run state of the guest before the migration, from its devices.
+    /// Run state of the guest before the migration, found in its device state.
     run_state: OnceLock<String>,
     run_state_search: Mutex<RunStateSearch>,
 }
 
-/// Opens the outgoing side, up to the first byte on main.
+/// Opens the sink: connects to the peer or creates the file, as the request selects.
 pub(crate) fn open<'a>(
     request: Request<'a>,
     seen: Seen,
@@ -239,7 +246,7 @@ pub(crate) fn open<'a>(
     }
 }
 
-/// Returns the settings that a relay must know about the channels.
+/// Returns the settings for the opening packets of the channels, which a relay at the destination checks.
 fn hello_of(settings: &RelaySettings) -> Hello {
     let options = &settings.outgoing;
     Hello {
@@ -298,22 +305,22 @@ impl<'a> StreamSink<'a> {
         })
     }
 
-    /// Returns the connections on which the peer reports the outcome and accepts its acknowledgement. For a guest of this
-    /// process these are all: the loss of one does no harm.
+    /// Returns the connections on which the peer reports the outcome, and receives the confirmation. For a guest of this
+    /// process these are all connections, because one may be lost.
     fn outcome_streams(&self) -> impl Iterator<Item = &Stream> {
         let streams = if self.seen.is_guest { usize::MAX } else { 1 };
         self.out.streams().take(streams)
     }
 
-    /// Waits for the answer to this side's own PING.
+    /// Waits for the answer to the last PING of this side.
     fn await_answer(&self, timeout: Duration, waiting_for: &str) -> Result<(), MigrationError> {
         let keep_waiting = || self.control.life().check();
         let limit = Some((timeout, waiting_for));
         self.out.answers.await_answers(limit, LONG, keep_waiting)
     }
 
-    /// Waits for the peer's statement about the guest: on main, as the answer to a query, or from the hook `has_taken`. Also
-    /// returns the state of the guest.
+    /// Waits for the peer's statement about the guest, and returns it with the state of the guest. The statement is a message
+    /// on main, the answer to an outcome query, or a report of the hook `has_taken`. Returns `None` without a statement.
     fn await_statement(
         &self,
         has_taken: Option<HasTaken<'_>>,
@@ -380,8 +387,8 @@ impl<'a> StreamSink<'a> {
         main.command(Command::Ping(value))
     }
 
-    /// Ends a section of a guest's RAM for a Hotlift. After the last section there is no PING here: it follows the devices, and
-    /// asks whether everything is loaded.
+    /// Sends a PING to a Hotlift after a section of a guest's RAM. After the last section it sends none: the PING after the
+    /// devices asks whether everything is loaded.
     fn section_sent(&self) -> Result<(), MigrationError> {
         match self.out.answers.id() {
             Some(_) if !self.lock_main().is_completing() => self.ping(),
@@ -389,7 +396,7 @@ impl<'a> StreamSink<'a> {
         }
     }
 
-    /// Returns true if the peer is a Hotlift, once it has answered.
+    /// Returns true if the peer is a Hotlift; false before its first answer.
     fn is_hotlift(&self) -> bool {
         self.is_hotlift.load(Ordering::Acquire)
     }
@@ -407,14 +414,14 @@ impl<'a> StreamSink<'a> {
         }
     }
 
-    /// Records that the source has sent a zero page as such.
+    /// Records that the source has sent a zero page without content.
     fn source_finds_zeros(&self) {
         if !self.finds_zeros.load(Ordering::Relaxed) {
             self.finds_zeros.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Returns the place from which the peer can read zero pages.
+    /// Returns a place for zero pages that the peer can read.
     fn zero_place(&self) -> ZeroPlace {
         match (self.settings.zero_pages, self.version) {
             (Some(ZeroPageDetection::Legacy), _) => ZeroPlace::Main,
@@ -443,7 +450,7 @@ impl<'a> StreamSink<'a> {
         self.zero_section(self.flushes())
     }
 
-    /// Sends a section of RAM with the zero pages that wait.
+    /// Sends a section of RAM with all kept zero pages; `flush` adds a multifd flush.
     fn zero_section(&self, flush: bool) -> Result<(), MigrationError> {
         let mut main = self.lock_main();
         for (block, zeros) in self.zeros.iter().enumerate() {
@@ -454,19 +461,19 @@ impl<'a> StreamSink<'a> {
         main.end_section(flush)
     }
 
-    /// Returns true if a multifd flush is its own record; else the end of each section is a sync point.
+    /// Returns true if a multifd flush is a separate record; false if the end of each RAM section is a sync point.
     fn flushes(&self) -> bool {
         !self.out.multifd.is_empty() && !self.sync_points.each_section
     }
 
-    /// Returns true if a QEMU gets sync points whose kind is a guess.
+    /// Returns true if the peer is a QEMU with multifd, and the kind of its sync points is a guess.
     fn has_guessed_sync_points(&self) -> bool {
         let is_guess = self.version.is_none() && !self.sync_points.are_shown;
         is_guess && !self.is_hotlift() && !self.out.multifd.is_empty()
     }
 }
 
-/// Returns the version of the QEMU machine type in a stream; `None` for another name, which shows no version.
+/// Returns the version of the QEMU machine type in a stream; `None` for a name without a version.
 pub(crate) fn version_of(configuration: &Configuration) -> Option<(u32, u32)> {
     match configuration.is_absent() {
         true => Some(LAST_WITHOUT_CONFIGURATION),
@@ -568,7 +575,8 @@ impl Sink for StreamSink<'_> {
         }
         self.out.answers.ask(CONNECTED);
         self.lock_main().command(Command::Ping(CONNECTED))?;
-        // The other relay waits for channels, for a connection, and for its QEMU's answer; its error names the missing one.
+        // The other relay waits for its channels, for a connection, and for its QEMU's answer. This time covers all three
+        // waits, so that its more exact error arrives first.
         let timeout = 3 * self.settings.limits.handshake_timeout;
         self.await_answer(timeout, CONFIRMATION)
     }
@@ -587,7 +595,7 @@ impl Sink for StreamSink<'_> {
             self.lock_main().end_section(self.flushes())?;
             return self.section_sent();
         }
-        // The records of one stream are in order.
+        // No sync point is needed: records on main are in order.
         if self.pages_on_main() {
             return Ok(());
         }
@@ -618,7 +626,7 @@ impl Sink for StreamSink<'_> {
     }
 
     fn ram_end(&self) -> Result<(), MigrationError> {
-        // After END, pages that were not taken would become zero.
+        // Checked before END, because the destination turns pages that are missing at END into zero pages.
         self.host_pages.are_whole()?;
         self.preempt.get().map_or(Ok(true), PreemptOut::is_taken)?;
         self.lock_main().complete();
@@ -650,7 +658,7 @@ impl Sink for StreamSink<'_> {
 
     fn await_loaded(&self) -> Result<(), MigrationError> {
         let mut main = self.lock_main();
-        // A QEMU does not compare the value. It gets one that no source uses for its own PING.
+        // A QEMU does not compare the value. The value for a QEMU is never the value of a source's own PING.
         let value = main.crc().unwrap_or_else(|| self.offer().ping());
         self.asked_whether_loaded.store(true, Ordering::Release);
         self.out.answers.ask(value);
@@ -687,7 +695,8 @@ impl Sink for StreamSink<'_> {
         if self.seen.is_guest {
             main.take().end_of_file();
             if id.is_some() {
-                // SYNC on every channel is the same commit: each connection may fail.
+                // SYNC on a channel has the same meaning as EOF on main. It is sent on every channel, because each connection
+                // may fail.
                 let _ = multifd.sync();
             }
         } else {

@@ -1,4 +1,4 @@
-//! Writers for the pages of a batch: the place of zero pages, and the channel of the others.
+//! Writes the pages of batches: zero pages on main or in packets, other pages on a channel.
 
 use hotlift_methods::MethodError;
 use hotlift_methods::legacy::compress::Deflater;
@@ -38,7 +38,7 @@ impl WritePages for ChannelWriter<'_, '_> {
             batch.find_zero_pages();
         }
         let in_packet = match self.sink.zero_place() {
-            // In postcopy no page waits for a later section: the guest may wait for it.
+            // In postcopy, zero pages are not kept for a later section, because the guest may wait for them.
             _ if self.sink.is_switched() => batch.zero.len(),
             ZeroPlace::Packets => batch.zero.len(),
             ZeroPlace::Main => 0,
@@ -65,7 +65,7 @@ pub(crate) struct Forwarding<'s, 'a> {
 }
 
 impl<'s, 'a> Forwarding<'s, 'a> {
-    /// Creates the forwarder. Returns `None` if pages are not sent unchanged, or if this side must detect zero pages.
+    /// Creates the forwarder. Returns `None` if packets cannot be sent unchanged, or if this side must detect zero pages.
     pub(crate) fn new(sink: &'s StreamSink<'a>, channel: u8) -> Option<Self> {
         if sink.detects_zeros() {
             return None;
@@ -100,7 +100,7 @@ impl ForwardPackets for Forwarding<'_, '_> {
 /// Writer for a stream without multifd: pages are records of main.
 pub(crate) struct MainWriter<'s, 'a> {
     sink: &'s StreamSink<'a>,
-    /// With `compress`: each writer compresses in its own thread, and only then takes its turn on main.
+    /// With `compress`: compressor and its output. A writer compresses in its own thread, and only then locks main.
     compress: Option<(Deflater, CompressedPages)>,
 }
 
@@ -141,7 +141,7 @@ impl WritePages for MainWriter<'_, '_> {
         let mut main = self.sink.lock_main();
         main.compressed_pages(records(batch), pages)?;
         match self.sink.seen.is_guest {
-            // The rounds of a guest end the sections: a destination waits there for its threads.
+            // A guest's rounds end the sections. At each end, a destination waits for its decompression threads.
             true => Ok(()),
             false => main.end_section(false),
         }

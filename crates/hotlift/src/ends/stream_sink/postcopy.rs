@@ -1,7 +1,7 @@
 //! Pages of a guest that already runs at the destination.
 //!
-//! A QEMU accepts them only as uncompressed records of main. Another relay accepts requested pages on main, and background
-//! pages in compressed packets of its channels, as in precopy.
+//! A QEMU accepts these pages only as uncompressed records of main. A relay accepts requested pages on main, and background
+//! pages in compressed packets of the channels, as in precopy.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,7 +22,7 @@ use crate::stream::main_send::PageRecords;
 use crate::stream::multifd_send::connect_with;
 use crate::stream::preempt::PreemptOut;
 
-/// Pages of one background write: a page that the guest waits for follows at most 64 KiB.
+/// Number of pages in one background write, 64 KiB. A page that the guest waits for is delayed by at most one such write.
 const TURN: usize = 16;
 
 impl StreamSink<'_> {
@@ -31,7 +31,8 @@ impl StreamSink<'_> {
         self.switched.load(Ordering::Acquire)
     }
 
-    /// Returns the collector for this RAM block, if its host pages must be complete. A relay forwards pages as they arrive.
+    /// Returns the collector for this RAM block, if the peer needs complete host pages. Returns `None` for a relay, which
+    /// accepts pages in any order, and for a block without huge pages.
     fn gathers(&self, block: usize) -> Option<&HostPages> {
         let are_gathered = !self.is_hotlift() && self.host_pages.are_huge(block);
         are_gathered.then_some(&self.host_pages)
@@ -135,7 +136,8 @@ impl Postcopy for StreamSink<'_> {
     }
 }
 
-/// Writer of batches: as before until the switch, then in the form that the peer accepts.
+/// Writer of batches. Until the switch to postcopy it uses the previous writer, then the form that the peer accepts in
+/// postcopy.
 pub(super) struct Background<'s, 'a> {
     sink: &'s StreamSink<'a>,
     before: Box<dyn WritePages + 's>,
@@ -148,7 +150,8 @@ impl<'s, 'a> Background<'s, 'a> {
 }
 
 impl Background<'_, '_> {
-    /// Writes pages to main. Waits for the bandwidth limit before it takes its turn, because an urgent page would wait for it.
+    /// Writes pages to main. Waits for the bandwidth limit before main is locked, because an urgent page would have to wait
+    /// too.
     fn put(&self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
         let link = &self.sink.out.link;
         link.pacer.wait(pages.content.len(), &link.life);
