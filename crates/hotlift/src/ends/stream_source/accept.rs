@@ -1,8 +1,8 @@
 //! Accepts the connections of a source, and assigns them to channels.
 //!
-//! A QEMU never states its number of multifd channels. But it connects all of them before it writes its first multifd flush on
-//! main (QEMU 9 and later before its first byte). So after that flush, the channels are those that have connected. A relay
-//! states the number in the opening packet of each channel.
+//! A QEMU never states its number of multifd channels. But it connects all of them before its first multifd flush on main (QEMU
+//! 9 and later: before its first byte on main). So after that flush, every channel has connected. A relay states the number in
+//! the opening packet of each channel.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -21,29 +21,30 @@ use crate::stream::accept_loop::AcceptLoop;
 use crate::stream::arrivals::{Arrivals, stray};
 use crate::stream::main_recv::WaitCondition;
 
-/// Longest time by which the accept of a source's last channel may lag behind the first multifd flush on main, although the
-/// channel connected before it. On one host only this process causes a lag.
+/// Longest delay between the first multifd flush on main and the accept of the source's last channel. The source connected the
+/// channel before the flush. On one host, only this process causes a delay.
 pub(crate) const SETTLE: Duration = Duration::from_millis(50);
 
-/// The same delay if another thread or a proxy accepts the connections first, e.g. on a host that is busy with other
+/// Delay as in [`SETTLE`], if another thread or a proxy accepts the connections first, e.g. on a host that is busy with other
 /// migrations.
 const SETTLE_HANDED: Duration = Duration::from_millis(200);
 
-/// The same delay on a network, where the last segment of a handshake may be lost: TCP sends it again after at least 200 ms.
+/// Delay as in [`SETTLE`], on a network. The last segment of a TCP handshake may be lost; TCP sends it again after at least 200
+/// ms.
 const SETTLE_TCP: Duration = Duration::from_secs(1);
 
-/// Delay of a channel of a QEMU with TLS, after main and after each other channel. QEMU starts the channels after the handshake
-/// of main, each in a thread.
+/// Longest time until the next channel of a QEMU with TLS connects, after main or after another channel. QEMU connects its
+/// channels after the handshake of main, each in a thread.
 const CHANNELS_OF_QEMU: Duration = Duration::from_millis(300);
 
-/// Age up to which a silent connection may still be a channel of a source that does not state its number of channels. A channel
-/// sends its opening packet as soon as it is connected.
+/// Maximum age of a silent connection that may still be a channel, if the source does not state its number of channels. A
+/// channel sends its opening packet as soon as it is connected.
 const UNIDENTIFIED_MAX_AGE: Duration = Duration::from_secs(2);
 
 /// Limit of connections checked for a late channel.
 const MAX_CHECKED_ARRIVALS: usize = 256;
 
-/// Connections of a source that does not state their number at first.
+/// Connections of a source that does not state its number of channels at first.
 pub(crate) struct QemuConnections<'a> {
     arrivals: Arrivals<'a>,
     max_channels: u8,
@@ -56,12 +57,12 @@ pub(crate) struct Channels {
     /// Channels by id.
     pub channels: Vec<Stream>,
     pub uuid: [u8; 16],
-    /// Settings that a relay has sent.
+    /// Settings that a relay has sent; `None` for a QEMU.
     pub hello: Option<Hello>,
 }
 
 impl Channels {
-    /// Sorts the channels by id; returns `None` if there are none.
+    /// Sorts the channels by id, and checks that they belong together. Returns `None` if there are none.
     fn of(mut arrived: Vec<(InitialPacket, Stream)>) -> Result<Option<Self>, MigrationError> {
         arrived.sort_by_key(|(packet, _)| packet.id);
         let Some((first, _)) = arrived.first() else {
@@ -135,8 +136,8 @@ impl<'a> QemuConnections<'a> {
         }
     }
 
-    /// Runs the handshakes of a QEMU's channels for some time. A QEMU 7.2 sends nothing more on `main` before they are done, so
-    /// the reader of main would wait.
+    /// Runs the handshakes of a QEMU's channels, until no further channel arrives for some time. A QEMU 7.2 sends nothing more
+    /// on `main` before its channels have done their handshakes, so a reader of main would block.
     fn admit_channels(
         &mut self,
         main: &Stream,
@@ -157,8 +158,8 @@ impl<'a> QemuConnections<'a> {
         Ok(())
     }
 
-    /// Returns the multifd channels, after the source has written the first multifd flush on main. `expected` is false if the
-    /// source may have none.
+    /// Returns the multifd channels; `None` if the source has none. Called after the source's first multifd flush on main.
+    /// `expected` is false if the source may have no channels.
     pub(crate) fn channels(
         &mut self,
         main: &Stream,
@@ -236,8 +237,8 @@ impl<'a> QemuConnections<'a> {
         self.arrivals.step(wait, &check)
     }
 
-    /// Returns another connection from the host of `main`, with unread first bytes, if one arrives within `wait`. With `call`,
-    /// also waits for handshakes in progress. Rejects connections of other hosts.
+    /// Returns a further connection from the host of `main`, with its first bytes unread; `None` if none arrives within `wait`.
+    /// With `call`, also waits for handshakes in progress. Rejects connections of other hosts.
     pub(crate) fn another(
         &mut self,
         main: &Stream,
@@ -252,7 +253,8 @@ impl<'a> QemuConnections<'a> {
             let came = another.is_some();
             let another = another.filter(|stream| self.arrivals.admits_with(main, stream));
             if came && another.is_none() {
-                // An unknown client may be ahead of it in the queue.
+                // The rejected connection may have been before the source's connection in the queue, so the queue is checked
+                // again.
                 wait = Duration::ZERO;
                 continue;
             }
@@ -269,8 +271,8 @@ impl<'a> QemuConnections<'a> {
         }
     }
 
-    /// Returns true if another multifd channel of the VM, beyond the `count` accepted ones, waits to be accepted: its
-    /// connection came too late to be counted.
+    /// Returns true if a further multifd channel of the VM, after the `count` known ones, waits to be accepted. Its connection
+    /// came too late to be counted.
     pub(crate) fn late_channel(&mut self, uuid: Option<[u8; 16]>, count: usize) -> bool {
         for _ in 0..MAX_CHECKED_ARRIVALS {
             let Ok((arrivals, _)) = self.arrivals.accept_loop.step(Duration::ZERO, &[], None)
@@ -314,7 +316,7 @@ impl<'a> QemuConnections<'a> {
     }
 }
 
-/// Returns the delay of the last channel after the first flush at such a listener.
+/// Returns the delay for this listener: [`SETTLE`], [`SETTLE_HANDED`] or [`SETTLE_TCP`].
 fn settle_at(listener: &Listener) -> Duration {
     match (listener.is_local(), listener.is_handed()) {
         (true, false) => SETTLE,
@@ -339,7 +341,7 @@ fn check_number(packet: &InitialPacket, max_channels: u8) -> Result<(), Migratio
     Ok(())
 }
 
-/// State of a channel's connection. A later variant is more likely to be this source's own.
+/// State of a channel's connection, in ascending order: a later variant is more likely a connection of this source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum ConnectionState {
     /// A part of the sent data may be lost.
@@ -361,9 +363,11 @@ impl ConnectionState {
     }
 }
 
-/// Drops channels that a failed migration has left in the queue, if another one with their id is in a better state. A closed
-/// channel without such a twin belongs to this source: a QEMU without return-path closes each one when the kernel has its last
-/// byte. The close is visible only if the bytes fit into the receive buffer.
+/// Drops channels that an earlier, failed migration has left in the queue. A channel is dropped if another channel with its id
+/// is in a better state.
+///
+/// A closed channel without a second one belongs to this source. A QEMU without return-path closes each channel as soon as the
+/// kernel has the last byte. The close is visible here only if all bytes fit into the receive buffer.
 fn drop_stale(arrived: &mut Vec<(InitialPacket, Stream)>) -> Result<(), MigrationError> {
     let conditions: Vec<_> = arrived
         .iter()

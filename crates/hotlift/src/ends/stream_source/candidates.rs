@@ -1,7 +1,7 @@
 //! Connections that may be a QEMU's preempt channel at a relay.
 //!
-//! The channel has no header. Each connection made while it may arrive is a candidate; the one whose first page was requested
-//! is the channel. An unknown client loses only its own connection.
+//! The channel has no header, so each connection made while the channel may arrive is a candidate. The candidate whose first
+//! page was requested is the channel. An unknown client loses only its own connection.
 
 use std::net::Shutdown;
 use std::sync::{Arc, Mutex};
@@ -39,13 +39,13 @@ struct State {
     count: usize,
     /// The preempt channel.
     found: Option<Arc<Stream>>,
-    /// True if nothing more will arrive.
+    /// True once the search has ended.
     over: bool,
 }
 
 /// Meaning of a candidate's first bytes.
 enum FirstBytes {
-    /// Incomplete.
+    /// Too few bytes to decide.
     Part,
     Page(usize, u64),
     Stranger,
@@ -69,12 +69,12 @@ impl Candidates {
         lock(&self.state).count > 0
     }
 
-    /// Returns true if the channel has been found.
+    /// Returns true if the preempt channel has been found.
     pub(crate) fn is_found(&self) -> bool {
         lock(&self.state).found.is_some()
     }
 
-    /// Ends the search and the channel.
+    /// Ends the search. Shuts the preempt channel down, if it was found.
     pub(crate) fn end(&self) {
         let mut state = lock(&self.state);
         state.over = true;
@@ -85,8 +85,8 @@ impl Candidates {
         self.life.wake();
     }
 
-    /// Waits for a candidate whose first page is in `pending_requests`, and returns it; `None` after the end. Drops the other
-    /// candidates.
+    /// Waits for a candidate whose first page is in `pending_requests`, and returns it. Returns `None` after the end of the
+    /// search. Drops all other candidates.
     ///
     /// # Errors
     /// If there are no file descriptors, or polling fails.
@@ -137,7 +137,7 @@ impl Candidates {
         (!state.over).then(|| std::mem::take(&mut state.new))
     }
 
-    /// Keeps the channel, and rejects all others; `None` after the end.
+    /// Stores the preempt channel, and rejects all other candidates; `None` after the end.
     fn keep(&self, found: Stream, control: &Control) -> Option<Arc<Stream>> {
         let mut state = lock(&self.state);
         if state.over {

@@ -1,5 +1,5 @@
-//! Decides when all multifd channels of a source are there, even if it does not state their number. Without I/O and without a
-//! clock; `accept` executes it.
+//! Decides when all multifd channels of a source have connected, even if the source does not state their number. No I/O and no
+//! clock; `accept` reads and waits.
 
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,7 @@ pub(crate) enum Step {
     Complete,
     /// No more channels will arrive: the source has closed main.
     MainEnded,
-    /// Some channels are missing.
+    /// Some channels are missing at the time limit.
     TimedOut,
 }
 
@@ -36,14 +36,14 @@ pub(crate) enum Step {
 #[derive(Debug)]
 pub(crate) struct ChannelWait {
     until: Instant,
-    /// Time after the latest channel in which another one may arrive.
+    /// Time after the latest channel in which a further channel may arrive.
     settle: Duration,
     quiet_since: Instant,
     channels: usize,
 }
 
 impl ChannelWait {
-    /// Begins with `channels` present channels and the limit `timeout`.
+    /// Begins the wait with `channels` connected channels; `timeout` is its limit.
     pub(crate) fn new(now: Instant, channels: usize, settle: Duration, timeout: Duration) -> Self {
         Self {
             until: now + timeout,
@@ -53,7 +53,7 @@ impl ChannelWait {
         }
     }
 
-    /// Returns true if no further channel is on its way.
+    /// Returns true if no further channel is expected: none arrived for the settle time, and every connection is identified.
     pub(crate) fn is_settled(&mut self, arrived: &ArrivedConnections, now: Instant) -> bool {
         if arrived.channels != self.channels {
             (self.channels, self.quiet_since) = (arrived.channels, now);
@@ -61,7 +61,7 @@ impl ChannelWait {
         self.left(now).is_zero() && !arrived.has_unidentified
     }
 
-    /// Returns the time until it may be settled.
+    /// Returns the time after which [`ChannelWait::is_settled`] should be called again.
     pub(crate) fn wait(&self, arrived: &ArrivedConnections, now: Instant) -> Duration {
         match self.left(now) {
             left if left.is_zero() || arrived.has_unidentified => POLL_INTERVAL,
@@ -73,7 +73,7 @@ impl ChannelWait {
         (self.quiet_since + self.settle).saturating_duration_since(now)
     }
 
-    /// Returns the next step. With `expected`, a source without a channel is not complete.
+    /// Returns the next step. If `expected` is true, the wait is not complete without a channel.
     pub(crate) fn next(
         &mut self,
         arrived: &ArrivedConnections,

@@ -1,4 +1,4 @@
-//! The end of a migration: the owner of the guest.
+//! The end of a migration through a relay: the transfer of the guest's ownership.
 
 use std::time::{Duration, Instant};
 
@@ -51,7 +51,7 @@ pub(crate) fn report_run(session: &Session<'_>, upstream: &Upstream, activity: G
     upstream.answer(&messages);
 }
 
-/// Waits until the hook that watches the source reports that it has released the guest.
+/// Waits until the source's QEMU has released the guest, which the hook `ownership` reports.
 pub(crate) fn await_release(
     session: &Session<'_>,
     ownership: &dyn Fn() -> Ownership,

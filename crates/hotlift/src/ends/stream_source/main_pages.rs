@@ -13,7 +13,7 @@ use crate::pipe::flow::FlowBroken;
 use crate::pipe::session::Session;
 use crate::pipe::sink::RamLayout;
 
-/// Pages of a batch in postcopy: enough for the methods to find repetitions.
+/// Maximum number of pages in a batch in postcopy: few, but enough for the methods to find repetitions.
 const BATCH_IN_POSTCOPY: usize = 32;
 
 /// Collects page records into batches.
@@ -31,7 +31,7 @@ pub(crate) struct MainPages<'a> {
     switched: bool,
     /// Maximum number of pages of a batch.
     most: usize,
-    /// Pages since the last barrier, by RAM block.
+    /// Pages that have come since the last barrier, by RAM block.
     seen: Vec<PageSet>,
     any_seen: bool,
 }
@@ -61,8 +61,9 @@ impl<'a> MainPages<'a> {
         }
     }
 
-    /// Adds a page. If the source has no sync points, a page that repeats since the last one creates one: versions of a page
-    /// must not overtake each other on different channels.
+    /// Adds a page to the current batch. If the source has no sync points, and the page has already come since the last
+    /// barrier, makes a barrier first. Otherwise two versions of the page could be sent on different channels, and overtake
+    /// each other.
     pub(crate) fn add(
         &mut self,
         block: usize,
@@ -98,8 +99,8 @@ impl<'a> MainPages<'a> {
         Ok(())
     }
 
-    /// Returns the worker that must write a page, if any. In postcopy one channel has all of a huge page: the next relay
-    /// assembles it, and would hold parts of many while one channel is ahead of another.
+    /// Returns the worker that must write a page; `None` if any worker may. In postcopy, one channel gets all pages of a huge
+    /// page. The next relay assembles huge pages, and would otherwise have to store parts of many.
     fn worker(&self, block: usize, offset: u64) -> Option<usize> {
         let size = self.page_sizes[block];
         let is_huge = self.switched && size > PAGE_SIZE as u64;
@@ -107,7 +108,7 @@ impl<'a> MainPages<'a> {
         is_huge.then(|| usize::try_from(offset / size % workers).unwrap_or(0))
     }
 
-    /// Returns a new batch for a page of `block` and `worker`; `None` if it joins the current one.
+    /// Returns a new batch for a page of `block` and `worker`; `None` if the page joins the current batch.
     fn next_batch(
         &mut self,
         worker: Option<usize>,
@@ -117,8 +118,8 @@ impl<'a> MainPages<'a> {
         let joins = |to: Option<usize>, batch: &Batch| to == worker && batch.block == block;
         match &self.batch {
             Some((to, batch)) if joins(*to, batch) && batch.len() < self.most => Ok(None),
-            // Waits for a free batch only while no requested page is awaited: such a page may follow this one. Otherwise this
-            // page joins the current batch.
+            // Waits for a free batch only while no requested page is awaited, because a requested page may follow this page.
+            // Otherwise this page joins the current batch.
             Some((to, batch)) if joins(*to, batch) && batch.len() < BATCH_PAGES => flow
                 .take_while(|| self.pending_requests.all_arrived())
                 .map_err(|FlowBroken| MigrationError::Cancelled),
@@ -130,7 +131,7 @@ impl<'a> MainPages<'a> {
         }
     }
 
-    /// Records a page; returns false if it has come before.
+    /// Records a page. Returns false if the page has already come since the last barrier.
     fn record(&mut self, block: usize, offset: u64) -> Result<bool, MigrationError> {
         self.any_seen = true;
         self.seen[block].insert(offset)
@@ -158,7 +159,7 @@ impl<'a> MainPages<'a> {
         Err(MigrationError::Cancelled)
     }
 
-    /// Forgets the recorded pages: each may come again.
+    /// Clears the record of pages, because each page may come again after a barrier.
     pub(crate) fn barrier_passed(&mut self) {
         self.session.barriers.fetch_add(1, Ordering::Relaxed);
         if std::mem::replace(&mut self.any_seen, false) {

@@ -23,8 +23,8 @@ use crate::stream::main_channel::{Action, EOF, EndCause, MainChannel, Step, unex
 use crate::stream::main_recv::{MainInput, WaitCondition};
 use crate::stream::return_path::encode;
 
-/// Time that pages on a preempt channel may arrive after main's END, which was sent after them: TCP sends a lost segment again
-/// after at least 200 ms.
+/// Time to wait for pages on a preempt channel after END on main. The source has sent them before END, but TCP repeats a lost
+/// segment only after at least 200 ms.
 const UNDER_WAY: Duration = Duration::from_secs(1);
 
 /// Time limit for the next requested page, after a source's last page on main.
@@ -37,7 +37,7 @@ pub(crate) struct MainReader<'a> {
     relay: Relay<'a>,
 }
 
-/// The main thread's actions on its input.
+/// State that the main thread needs to execute actions.
 struct Relay<'a> {
     session: &'a Session<'a>,
     upstream: &'a Upstream,
@@ -45,9 +45,10 @@ struct Relay<'a> {
     pages: MainPages<'a>,
     /// True once postcopy has begun.
     switched: bool,
-    /// True if the peer knows that there is a preempt channel.
+    /// True once this relay has connected a preempt channel to the peer, or has tried to.
     preempt_is_known: bool,
-    /// Lowers the priority once the preempt channel is found: then main has only pages that the guest does not wait for.
+    /// Lowers this thread's priority once the preempt channel is found. From then on, the guest does not wait for pages on
+    /// main.
     yielding: DetachableThread,
 }
 
@@ -148,13 +149,13 @@ impl<'a> MainReader<'a> {
             switched: relay.switched,
         };
         match input.fill(machine, needed, &main_wait) {
-            // Nothing may fail after the commit: without memory for the description, the guest is handed over without it.
+            // A failed read after the commit must not fail the migration: the guest is handed over without the VM description.
             Err(_) if relay.session.source_handover.is_committed() => {
                 machine.ended(EndCause::Closed)
             }
             filled => filled?,
         }
-        // A destination with a preempt channel loads and requests nothing before it has that channel.
+        // A destination with a preempt channel loads nothing and requests nothing before it has this channel.
         if relay.switched && !relay.upstream.pending_requests.has_begun() {
             relay.connect_preempt()?;
         }
@@ -164,13 +165,13 @@ impl<'a> MainReader<'a> {
 }
 
 impl Relay<'_> {
-    /// Opens the peer's side, up to the RAM blocks.
+    /// Opens the stream to the peer, up to the RAM blocks.
     fn open(&self, opening: Opening<'_>) -> Result<(), MigrationError> {
         self.session.sink.open(opening)?;
         self.session.start_ram(opening.early)
     }
 
-    /// Executes an action of the machine; `bytes` are those that the action has consumed.
+    /// Executes an action of the machine. `bytes` are the bytes that the action has consumed.
     fn act(
         &mut self,
         action: Action<'_>,
@@ -279,7 +280,8 @@ impl Relay<'_> {
         }
     }
 
-    /// Ends RAM. Without a sync point here, the channels have passed their last one before, and only main's own pages are left.
+    /// Ends RAM. Without a sync point here, the channels have already passed their last sync point, and only main has pages
+    /// left.
     fn ram_end(&mut self, is_sync_point: bool) -> Result<(), MigrationError> {
         if is_sync_point {
             self.session.await_readers()?;
@@ -329,7 +331,7 @@ impl Relay<'_> {
         Ok(())
     }
 
-    /// Begins postcopy, unless it has begun: all data of precopy reaches the peer first.
+    /// Begins postcopy, unless it has already begun. First, all data of precopy is sent to the peer.
     fn switch(&mut self, further: &dyn LateConnections) -> Result<(), MigrationError> {
         if self.switched {
             return Ok(());
@@ -341,7 +343,7 @@ impl Relay<'_> {
         let postcopy = postcopy(self.session)?;
         // The source is in postcopy: it does not resume its guest by itself.
         self.session.switch();
-        // From now on only requests are sent there.
+        // From now on this side only sends requests to the source.
         self.upstream.source.main.notice_loss();
         // The source has made the preempt connection before it sent this command.
         if further.preempt_for_sure() {
@@ -356,7 +358,8 @@ impl Relay<'_> {
     /// Connects the preempt channel to the peer.
     fn make_preempt(&self) -> Result<(), MigrationError> {
         match postcopy(self.session)?.preempt() {
-            // A peer with a preempt channel listens until it has it: the connection at this relay came from an unknown client.
+            // A peer that uses a preempt channel listens until it has the channel. No process listens, so the connection at
+            // this relay came from an unknown client.
             Err(error) if is_closed_to_all(&error) => Ok(()),
             made => made,
         }
@@ -411,7 +414,7 @@ impl Relay<'_> {
         upstream.answer_or_fail(&encode(&[ReturnMessage::Shut(0)]))
     }
 
-    /// Handles the release of the guest by a QEMU: the peer runs it after the `end` of the stream.
+    /// Handles the release of the guest by a QEMU. Sends `end`, the end of the stream, after which the peer runs the guest.
     fn end_of_qemu(&self, end: &[u8], hooks: Hooks<'_>) -> Result<(), MigrationError> {
         self.session.source_handover.released();
         if !self.session.commit(hooks) {
@@ -423,7 +426,7 @@ impl Relay<'_> {
     /// Handles the release of the guest by a Hotlift, or by the source of that Hotlift.
     fn commit(&self, hooks: Hooks<'_>) -> Result<(), MigrationError> {
         let session = self.session;
-        // A source that got the answer that the guest never runs here keeps it.
+        // If this side has answered that the guest never runs here, the source keeps the guest.
         if !session.destination_handover.commit() {
             return Err(unexpected("EOF of a source that keeps the guest"));
         }
@@ -437,7 +440,8 @@ impl Relay<'_> {
 
 /// Other connections that may arrive while main is read.
 pub(crate) trait LateConnections {
-    /// Accepts a preempt channel, if one has arrived; before the switch only if the source waits for it.
+    /// Accepts a preempt channel, if one has arrived. Before postcopy (`switched` is false), only if the source waits for the
+    /// accept.
     fn preempt(&self, switched: bool);
 
     /// Accepts a preempt channel that may be on its way; returns true if there is one.

@@ -9,7 +9,7 @@
 //! | `receive` | packets of a multifd channel: into batches, or forwarded without decoding |
 //! | `main_reader`, `main_pages` | executes the actions of the main channel: sync points, devices, end; pages into batches |
 //! | `pending_requests` | pages that a guest waits for that already runs at the destination |
-//! | `candidates`, `preempt` | finds and reads the connection on which a QEMU may send such pages |
+//! | `candidates`, `preempt` | finds and reads a QEMU's preempt channel, which has requested pages |
 //! | `device_state` | the end of the migration, and the owner of the guest |
 //! | `pass_through` | copies a stream that cannot be decoded, byte for byte |
 

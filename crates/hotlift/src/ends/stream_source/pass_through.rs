@@ -1,8 +1,11 @@
-//! Copies a stream byte for byte that cannot be relayed page by page: postcopy in layouts that `main_channel/set_up.rs` lists,
-//! and devices other than RAM that send state while the guest runs.
+//! Copies a stream that cannot be relayed page by page, byte for byte:
 //!
-//! Each connection of the source gets one to the destination, with bytes in both directions, and each end is forwarded. Nothing
-//! is compressed, and EOF is not held back. `max-bandwidth` limits the source's data.
+//! - postcopy in layouts that `main_channel/set_up.rs` lists
+//! - devices other than RAM that send state while the guest runs
+//!
+//! For each connection of the source, the relay opens a connection to the destination. It copies bytes in both directions, and
+//! forwards the end of each direction. Nothing is compressed, and EOF is forwarded at once. `max-bandwidth` limits the source's
+//! data.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -46,7 +49,7 @@ const MAX_EXTRA_OPEN: usize = 16;
 /// Pause after a connection that could not be accepted.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// Last bytes kept of a direction: the heads of two messages, the longest reason, and the value of a SHUT.
+/// Number of last bytes kept of each direction: the heads of two messages, the longest error text, and the value of a SHUT.
 const LAST: usize = 2 * 4 + limits::ERROR_TEXT + 4;
 
 /// Last message of a destination that has the guest: SHUT(0).
@@ -61,11 +64,11 @@ pub(crate) struct PassedThroughSource<'a> {
     pub main: &'a Stream,
     /// Bytes already read from main.
     pub first_bytes: &'a [u8],
-    /// Preempt channel that the source has made before it sent more.
+    /// Preempt channel, if the source has connected it before it sent more bytes on main.
     pub preempt: Option<Stream>,
     /// Reason why the stream cannot be decoded.
     pub why: String,
-    /// The first bytes ask the destination for an answer.
+    /// True if the first bytes ask the destination for an answer.
     pub is_answered: bool,
 }
 
@@ -169,12 +172,12 @@ fn carry_all(
         });
     }
     let first = connect().map_err(NotPassedThrough::BeforeTheFirstByte)?;
-    // Before the first byte: a QEMU 7.2 reads nothing before it also has that connection.
+    // Before the first byte: a QEMU 7.2 reads nothing before it also has the preempt channel.
     let mut extra = Vec::new();
     if let Some(stream) = preempt {
         extra.push(Arc::new((stream, connect()?)));
     }
-    // The position of EOF in the stream is unknown here, so the commit counts from the start.
+    // EOF cannot be found in this stream, so the commit is reported at the start.
     if let Some(on_commit) = hooks.on_commit {
         on_commit();
     }
@@ -220,8 +223,8 @@ fn carry_all(
         }
         let call = WaitCheck::early(control);
         let mut report_at = hooks.on_progress.map(|_| control.life().now() + REPORT);
-        // It is unknown here whether the guest runs at the destination. Ending a connection to a lost host is safe in every
-        // phase: both QEMUs detect it, and the kernel would end it later.
+        // The relay does not know whether the guest runs at the destination. Ending a connection to a lost host is safe in
+        // every phase: each QEMU detects the end, and the kernel would end the connection later.
         let streams = || [&first, source].into_iter();
         let mut liveness = Liveness::new(settings.limits.silence_timeout, streams());
         let outcome = loop {
@@ -252,8 +255,8 @@ fn carry_all(
             let next = deadlines.into_iter().flatten().min();
             let wait = next.map_or(LONG, |next| next.saturating_duration_since(now));
             let another = arrivals.another(source, wait, None);
-            // Drops connections that no thread copies any more: those of unknown clients end soon, and must not use up the
-            // source's quota.
+            // Drops connections that no thread copies any more. Connections of unknown clients end soon, and must not use up
+            // the source's quota.
             extra.retain(|pair: &Arc<(Stream, Stream)>| Arc::strong_count(pair) > 1);
             let open = extra.iter().filter(|pair| !pair.0.is_hung_up()).count();
             let is_full = open >= MAX_EXTRA || extra.len() >= MAX_EXTRA_OPEN;
@@ -334,7 +337,8 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// Waits until `bytes` more may be sent. This also applies while the guest is paused, which is unknown here.
+    /// Waits until the rate limit permits `bytes` more bytes, and counts them. The limit also applies while the guest is
+    /// paused, because the relay cannot see the pause.
     fn pass(&self, bytes: usize) {
         self.received.add_bytes(bytes);
         self.pacer.wait(bytes, self.control.life());
@@ -351,7 +355,7 @@ impl<'a> Flow<'a> {
     }
 }
 
-/// Copies between the two ends of an additional connection, in both directions.
+/// Copies bytes between the source's and the destination's end of an additional connection, in both directions.
 fn carry_both<'scope, 'env>(
     scope: &'scope thread::Scope<'scope, 'env>,
     pair: &Arc<(Stream, Stream)>,
@@ -371,17 +375,17 @@ fn carry_both<'scope, 'env>(
     Ok(())
 }
 
-/// Result of one direction.
+/// Result of copying one direction of a connection.
 #[derive(Debug, Default)]
 struct CopyResult {
-    /// True if it ended regularly.
+    /// True if the direction ended with a regular close.
     is_whole: bool,
-    /// Its last bytes, up to [`LAST`].
+    /// Last bytes of the direction, at most [`LAST`].
     last: Vec<u8>,
 }
 
 impl CopyResult {
-    /// Returns the reason of a relay that has aborted the stream: its last message.
+    /// Returns the error text, if the last messages are those of a relay that aborts the stream.
     fn refusal(&self) -> Option<String> {
         let starts = 0..self.last.len();
         starts.into_iter().find_map(|at| {
@@ -396,7 +400,7 @@ impl CopyResult {
     }
 }
 
-/// Copies until the end of `from`, and ends `to`; calls `each` with the bytes.
+/// Copies bytes until `from` ends, and then ends `to`. Calls `each` with the copied bytes.
 fn copy(from: &Stream, to: &Stream, each: &dyn Fn(&[u8])) -> CopyResult {
     let mut last = Vec::new();
     let is_whole = carry(from, to, &mut |bytes| {

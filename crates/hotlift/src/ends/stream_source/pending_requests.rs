@@ -1,7 +1,7 @@
 //! Pages that the guest at the destination of a postcopy waits for, and pages already sent. `receive` forwards the requests.
 //!
-//! After the switch, the main channel of a source has requested pages among many others. Requested pages are forwarded at once,
-//! each alone; the others go into batches as before.
+//! In postcopy, a source's main channel has requested pages between background pages. Each requested page is forwarded at once
+//! and alone; background pages go into batches.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -17,8 +17,8 @@ use crate::life::Life;
 use crate::life::wait_mutex::WaitMutex;
 use crate::stream::main_recv::WaitCondition;
 
-/// Maximum number of awaited pages: a QEMU has one for each thread that may touch RAM. Further requested pages are sent with
-/// the rest.
+/// Maximum number of awaited pages. A QEMU has one for each thread that may touch RAM. Requested pages beyond this limit are
+/// sent like background pages.
 const WAITING: usize = 1 << 16;
 
 /// Pages that the peer has requested, and pages sent to it.
@@ -29,18 +29,18 @@ pub(crate) struct PendingRequests {
 }
 
 struct State {
-    /// RAM block of the next request without a name.
+    /// RAM block that a request without a block name refers to.
     block: Option<usize>,
     /// RAM blocks and byte offsets of requested pages that were not sent yet.
     waiting: HashSet<(usize, u64)>,
-    /// Time when the latest of them was sent.
+    /// Time when the latest requested page was sent.
     latest: Option<Instant>,
     /// Pages sent since the switch, by RAM block.
     sent: Vec<PageSet>,
 }
 
 impl PendingRequests {
-    /// Creates an empty record for a guest with these RAM blocks. Recorded pages charge their memory to `memory`.
+    /// Creates an empty record for a guest with these RAM blocks. Its bitmaps are charged to `memory`.
     pub(crate) fn new(blocks: &[RamBlockEntry], memory: &MemoryLimit, life: &Life) -> Self {
         let sets = blocks
             .iter()
@@ -60,7 +60,8 @@ impl PendingRequests {
         }
     }
 
-    /// Records a request on its way to the source. Ignores other messages and invalid pages, because the source validates them.
+    /// Records a request that is forwarded to the source. Ignores other messages, and requests for invalid pages, which the
+    /// source rejects.
     pub(crate) fn record(&self, message: &ReturnMessage<'_>) {
         let mut state = self.state.lock();
         let Some((name, start, length)) = message.requested_pages() else {
@@ -84,10 +85,11 @@ impl PendingRequests {
         }
     }
 
-    /// Records a page from the source as sent; returns true if it was requested.
+    /// Records a page from the source as sent. Returns true if the page was requested.
     ///
     /// # Errors
-    /// If the page has arrived before, or if the memory limit is reached.
+    /// - [`MigrationError::Protocol`] if the page has already arrived.
+    /// - [`MigrationError::MemoryLimit`] if the memory limit is reached.
     pub(crate) fn take(&self, block: usize, offset: u64) -> Result<bool, MigrationError> {
         let asked = self.claim(block, offset)?;
         if asked {
@@ -96,10 +98,11 @@ impl PendingRequests {
         Ok(asked)
     }
 
-    /// Records the page like [`PendingRequests::take`], but a requested page stays awaited until [`PendingRequests::done`].
+    /// Records a page like [`PendingRequests::take`]. But a requested page stays awaited until [`PendingRequests::done`] is
+    /// called.
     ///
     /// # Errors
-    /// Those of [`PendingRequests::take`].
+    /// The errors of [`PendingRequests::take`].
     pub(crate) fn claim(&self, block: usize, offset: u64) -> Result<bool, MigrationError> {
         let state = self.state.lock();
         if !state.sent[block].insert(offset)? {
@@ -115,7 +118,7 @@ impl PendingRequests {
         Ok(state.waiting.contains(&(block, offset)))
     }
 
-    /// Records that a requested page is on its way.
+    /// Records that a requested page was forwarded.
     pub(crate) fn done(&self, block: usize, offset: u64) {
         let mut state = self.state.lock();
         if state.waiting.remove(&(block, offset)) {
@@ -136,7 +139,8 @@ impl PendingRequests {
         Ok(())
     }
 
-    /// Allocates the memory for all pages now: later, when nothing can be cancelled, it might be missing.
+    /// Allocates the memory for all pages now. In postcopy the migration cannot be cancelled any more, so memory must not be
+    /// missing then.
     pub(crate) fn reserve(&self) -> Result<(), MigrationError> {
         self.state.lock().sent.iter().try_for_each(PageSet::reserve)
     }
@@ -159,7 +163,7 @@ impl PendingRequests {
     /// Waits until all requested pages have arrived; `timeout` limits the time between two arrivals.
     ///
     /// # Errors
-    /// [`MigrationError::Timeout`]; the error of `waiting`.
+    /// [`MigrationError::Timeout`] if no requested page arrives for `timeout`, or the error of `waiting`.
     pub(crate) fn wait_until_met(
         &self,
         timeout: Duration,

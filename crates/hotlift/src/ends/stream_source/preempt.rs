@@ -8,7 +8,7 @@ use crate::error::{Channel, MigrationError};
 use crate::pipe::session::Session;
 use crate::stream::preempt::read_pages;
 
-/// Forwards its pages until it ends.
+/// Finds the preempt channel, and forwards its pages until the channel ends.
 pub(crate) fn receive(
     session: &Session<'_>,
     blocks: &[RamBlockEntry],

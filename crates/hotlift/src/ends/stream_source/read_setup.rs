@@ -24,7 +24,8 @@ pub(crate) enum StreamSetup {
     PassThrough(String, bool),
 }
 
-/// Reads up to the last record of the START section of `ram`. A Hotlift receives the migration's `id` here.
+/// Reads the stream up to the last record of the START section of `ram`. If the source is a Hotlift, sends it the migration's
+/// `id`.
 pub(crate) fn read_setup(
     input: &mut MainInput<'_>,
     machine: &mut MainChannel,
@@ -55,8 +56,9 @@ pub(crate) fn read_setup(
     }
 }
 
-/// Returns the reason why a stream without multifd must be passed through after all: another device sends state while the guest
-/// runs, or before RAM in an unknown layout. Adds sections of a known layout to `setup`.
+/// Checks whether a stream without multifd must be passed through, and returns the reason; `None` if it can be relayed page by
+/// page. The reason is another device that sends state while the guest runs, or before RAM in an unknown layout. Adds device
+/// sections of a known layout to `setup`.
 pub(crate) fn other_devices(
     input: &mut MainInput<'_>,
     machine: &mut MainChannel,
@@ -81,7 +83,8 @@ pub(crate) fn other_devices(
     Ok(None)
 }
 
-/// Answers a Hotlift's offer. For another version, or a stream that is not accepted, the answer is the rejection.
+/// Answers a Hotlift's offer. If the version is another one, or the stream is not accepted, the answer is a rejection, and the
+/// result is an error.
 fn answer_offer(
     main: &Stream,
     offer: Offer,

@@ -70,7 +70,7 @@ impl Source for Streams<'_> {
         message: &ReturnMessage<'_>,
         bytes: &[u8],
     ) -> Result<(), MigrationError> {
-        // Before the source can send the page.
+        // Recorded before the request is sent, because the source may answer at once.
         self.upstream.pending_requests.record(message);
         self.upstream.answer(bytes);
         Ok(())
@@ -155,11 +155,11 @@ struct Batches<'a> {
     session: &'a Session<'a>,
     upstream: &'a Upstream,
     id: u8,
-    /// True once the SYNC of the set-up has arrived, before which no pages are valid.
+    /// True once the first SYNC, of the stream setup, has arrived. Pages before it are invalid.
     synced: bool,
     /// Time that this thread waited for a free batch, since the last report.
     held_back: Duration,
-    /// Lowers the priority, because pages that the guest waits for come on main.
+    /// Lowers this thread's priority in postcopy, because pages that the guest waits for come on main.
     yielding: DetachableThread,
     /// Forwards uncompressed packets where possible.
     forwarder: Option<Box<dyn ForwardPackets + 'a>>,

@@ -22,7 +22,7 @@ pub(crate) struct Upstream {
     pub return_path: bool,
     /// Pages that the peer has requested in postcopy.
     pub pending_requests: PendingRequests,
-    /// Connections on which a QEMU may send these pages.
+    /// Connections that may be a QEMU's preempt channel, on which it sends requested pages.
     pub preempt: Candidates,
 }
 
@@ -76,12 +76,12 @@ impl Upstream {
         self.shut_channels();
     }
 
-    /// Closes all connections, main such that its last messages arrive.
+    /// Closes all connections. The last messages on main still arrive if the source reads answers.
     pub(crate) fn close(&self) {
         self.shut_channels();
         match self.return_path {
             true => graceful_close::close(&[&self.source.main]),
-            // A source without answers gets no message, and must not believe that its further writes arrive.
+            // A source that reads no answers gets no message. It must not believe that its further writes arrive.
             false => self.shut_down(),
         }
     }
