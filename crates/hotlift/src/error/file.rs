@@ -12,7 +12,7 @@ use crate::error::MigrationError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FileError {
-    /// The system refused the write.
+    /// The system did not permit a write, or the write failed.
     #[error("cannot write {}", path.display())]
     Write {
         /// The file.
@@ -21,7 +21,7 @@ pub enum FileError {
         #[source]
         source: io::Error,
     },
-    /// The system refused the read.
+    /// The system did not permit a read, or the read failed.
     #[error("cannot read {}", path.display())]
     Read {
         /// The file.
@@ -38,13 +38,13 @@ pub enum FileError {
     NotReadable {
         /// The name.
         path: PathBuf,
-        /// Its kind.
+        /// Kind of the file, e.g. "a FIFO".
         is: &'static str,
     },
     /// The file is empty.
     #[error("{} is empty", path.display())]
     Empty {
-        /// Its name.
+        /// Path of the file.
         path: PathBuf,
     },
     /// An existing entry with the file's name is not replaced.
@@ -58,10 +58,10 @@ pub enum FileError {
     /// An earlier write has failed, or the file was abandoned.
     #[error("cannot write the file: an earlier write failed")]
     Closed,
-    /// It is neither a save file nor a migration stream.
+    /// The file is neither a save file nor a migration stream.
     #[error("this is neither a save file of hotlift nor a mapped-ram file of QEMU")]
     NotASave,
-    /// Another program has written it.
+    /// The file was written by another program.
     #[error("this is {is}, not a save file of hotlift or a mapped-ram file of QEMU: {instead}")]
     Foreign {
         /// Kind of the file.
@@ -69,36 +69,36 @@ pub enum FileError {
         /// Next step for the operator.
         instead: &'static str,
     },
-    /// QEMU has written it, and it can be read from its beginning only.
+    /// The file was written by a QEMU without capability `mapped-ram`. Such a file can be read only from its beginning.
     #[error(
         "this is a migration stream of QEMU without capability mapped-ram (as from 'migrate exec:cat>FILE'): load it with \
          QEMU itself, -incoming 'exec:cat FILE'"
     )]
     PlainStream,
-    /// Another version of Hotlift has written it.
+    /// The file has another version of Hotlift's format.
     #[error(
         "the save file has version {version}, but this hotlift reads version {own}: restore it with the hotlift that wrote it"
     )]
     Version {
         /// Version of the file.
         version: u32,
-        /// Version that this side reads and writes.
+        /// Version that this Hotlift reads and writes.
         own: u32,
     },
-    /// The description in it cannot be read.
+    /// The description (JSON) in the file cannot be read or written.
     #[error("cannot read the save file's description")]
     Info {
         /// Error of the JSON reader.
         #[source]
         source: serde_json::Error,
     },
-    /// It is cut short.
+    /// The file is truncated.
     #[error("the file is cut short: it ends within the part that begins at byte {position}")]
     Truncated {
         /// First byte of the incomplete part.
         position: u64,
     },
-    /// Its bytes are not those that were written.
+    /// A part of the file differs from the written data.
     #[error("the file is damaged: {what} at byte {position} differs from the written data")]
     Damaged {
         /// The part that is damaged.
@@ -106,7 +106,7 @@ pub enum FileError {
         /// First byte of the part.
         position: u64,
     },
-    /// The stream in it violates the format.
+    /// The migration stream in the file violates the format.
     #[error("the stream in the file is damaged at byte {position}")]
     Stream {
         /// First byte of the record.
@@ -131,7 +131,7 @@ pub enum FileError {
         block: String,
         /// Bytes that are missing.
         missing: u64,
-        /// Byte offset of the first of them.
+        /// Byte offset of the first missing byte.
         offset: u64,
     },
     /// The VM was saved without RAM that it shared (capability `x-ignore-shared`).
@@ -140,7 +140,7 @@ pub enum FileError {
          memory (save the VM again without it)"
     )]
     WithoutSharedRam,
-    /// Its server cannot be reached, or was lost.
+    /// The file's server cannot be reached, or the connection was lost.
     #[error("cannot read {file}")]
     Server {
         /// The file.
@@ -149,18 +149,18 @@ pub enum FileError {
         #[source]
         source: Box<ServerError>,
     },
-    /// Its server was lost, and did not come back within the time limit of the retries.
+    /// The connection to the file's server was lost, and could not be restored within the time limit of the retries.
     #[error("lost the server of {file}; it did not return within {waited:?}")]
     Lost {
         /// The file.
         file: String,
-        /// Time of the retries.
+        /// Time limit of the retries.
         waited: Duration,
         /// Error of the last attempt.
         #[source]
         source: Box<ServerError>,
     },
-    /// Its server refuses to send it.
+    /// The server does not send the file.
     #[error("the server refuses {file}: {reason}")]
     Refused {
         /// The file.
@@ -168,7 +168,7 @@ pub enum FileError {
         /// The server's message.
         reason: String,
     },
-    /// Its server could not read a part of it.
+    /// The server could not read a part of the file.
     #[error("the server of {file} cannot read it at byte {position}: {reason}")]
     Unread {
         /// The file.
@@ -178,7 +178,7 @@ pub enum FileError {
         /// The server's message.
         reason: String,
     },
-    /// Another file has that name now.
+    /// The file on the server was replaced by another file with the same name.
     #[error("{file} was replaced by another file since it was opened")]
     OtherFile {
         /// The name.
@@ -203,7 +203,7 @@ impl FileError {
         }
     }
 
-    /// Returns true if no other part of the file can be read either.
+    /// Returns true if the error affects the whole file, not only a part of it.
     pub(crate) fn is_final(&self) -> bool {
         matches!(
             self,
@@ -222,7 +222,7 @@ pub enum ServerError {
     /// The connection broke.
     #[error("the connection to its server broke")]
     Connection(#[source] io::Error),
-    /// The other side has closed the connection.
+    /// The server has closed the connection.
     #[error("its server closed the connection")]
     Closed,
     /// The server cannot send the file now, but may do so later.
@@ -231,7 +231,7 @@ pub enum ServerError {
         /// The server's message.
         reason: String,
     },
-    /// The other side is no file server.
+    /// The peer is not a file server.
     #[error("the server at this address is not 'hotlift serve --files'")]
     Protocol(#[source] WireError),
 }

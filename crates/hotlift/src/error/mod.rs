@@ -35,33 +35,36 @@ impl std::fmt::Display for Channel {
     }
 }
 
-/// A failed (or cancelled) migration. The guest continues where it was, unless the error is [`MigrationError::InDoubt`],
-/// [`MigrationError::PagesMissing`] or, of a relay, [`MigrationError::Released`].
+/// Error of a failed or cancelled migration. The guest continues at the source, with three exceptions:
+///
+/// - [`MigrationError::InDoubt`]: the guest may run at the destination.
+/// - [`MigrationError::PagesMissing`]: the guest runs at the destination.
+/// - [`MigrationError::Released`], of a relay: the guest may be paused at the source.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MigrationError {
     /// [`crate::control::Control::cancel`] was called.
     #[error("the migration was cancelled")]
     Cancelled,
-    /// The options do not go together.
+    /// Two or more options conflict.
     #[error("incompatible options")]
     Option(#[from] OptionError),
     /// An address is wrong or cannot be used.
     #[error("cannot reach the other side")]
     Transport(#[from] TransportError),
-    /// TLS was requested, and is not available.
+    /// TLS was requested, but could not be set up.
     #[error("cannot use TLS")]
     TlsSetup(#[from] TlsSetupError),
-    /// A TLS handshake failed: the peer does not use TLS, or is not the expected one.
+    /// A TLS handshake failed: the peer does not use TLS, or is not the expected peer.
     #[error("the TLS handshake with {host} failed")]
     Tls {
-        /// Address of the other host.
+        /// Address of the peer.
         host: String,
         /// Cause.
         #[source]
         source: Box<TlsError>,
     },
-    /// A connection could not be opened, although other connections of the migration were.
+    /// A connection could not be opened, although an earlier connection of the migration was.
     #[error("cannot open {channel}")]
     Opening {
         /// The connection.
@@ -70,7 +73,7 @@ pub enum MigrationError {
         #[source]
         source: Box<MigrationError>,
     },
-    /// The other side accepts TLS connections only.
+    /// The peer accepts TLS connections only.
     #[error("the other side accepts only TLS: give '--tls DIR', or the parameter tls-creds")]
     SpeaksTls,
     /// A connection broke.
@@ -84,7 +87,7 @@ pub enum MigrationError {
         #[source]
         source: io::Error,
     },
-    /// The other side closed a connection before the migration was over.
+    /// The peer closed a connection before the migration was over.
     #[error("{channel} was closed by the other side")]
     Closed {
         /// The connection.
@@ -107,7 +110,7 @@ pub enum MigrationError {
         /// Its error message, cut to the protocol's limit and without control characters.
         reason: String,
     },
-    /// The other side did not answer.
+    /// An awaited message of the peer did not arrive in time.
     #[error("{waiting_for} did not arrive within {waited:?}")]
     Timeout {
         /// The missing message, and what to check.
@@ -115,7 +118,7 @@ pub enum MigrationError {
         /// Time waited.
         waited: Duration,
     },
-    /// The destination has RAM in pages of a size that a lazy restore does not support.
+    /// RAM at the destination has pages of a size that postcopy and lazy restore do not support.
     #[error(
         "RAM block '{block}' has pages of {size} bytes at the destination; postcopy and lazy restore need pages of 4 KiB to 2 \
          MiB"
@@ -129,7 +132,7 @@ pub enum MigrationError {
     /// The stream violates the format.
     #[error("bad data on {channel}")]
     Wire {
-        /// Channel that it was read from.
+        /// Channel that the data was read from.
         channel: Channel,
         /// Cause.
         #[source]
@@ -164,7 +167,7 @@ pub enum MigrationError {
         #[source]
         source: MethodError,
     },
-    /// The data of a source needs more memory than a source may make its receiver allocate.
+    /// The source's data needs more memory than the receiver may allocate for one source.
     #[error("the data of {channel} needs too much memory")]
     MemoryLimit {
         /// The channel.
@@ -187,7 +190,7 @@ pub enum MigrationError {
     /// The file that a VM is saved in or restored from cannot be used.
     #[error("the file cannot be used")]
     File(#[from] FileError),
-    /// The two sides do not agree.
+    /// A property differs between the source and the destination.
     #[error("{what}: the source has {source_has}, the destination has {destination_has}")]
     Mismatch {
         /// The compared property.
@@ -197,17 +200,18 @@ pub enum MigrationError {
         /// The destination's value.
         destination_has: String,
     },
-    /// A message violates the order of a migration.
+    /// A message arrived in the wrong order.
     #[error("unexpected {got} on {channel} while {doing}")]
     Protocol {
-        /// Channel that it was read from.
+        /// Channel that the message was read from.
         channel: Channel,
         /// The message.
         got: String,
         /// Activity, as a gerund phrase.
         doing: &'static str,
     },
-    /// The last round, with the guest stopped, left pages behind: the guest still writes, or its dirty log still changes.
+    /// Pages were dirty after the last round, although the guest was stopped. The guest still writes, or its dirty log still
+    /// changes.
     #[error("{pages} pages were dirty after the last round, although the guest was stopped")]
     Incomplete {
         /// Number of pages.
@@ -219,7 +223,7 @@ pub enum MigrationError {
     /// Guest memory could not be used.
     #[error("guest memory failed")]
     Memory(#[from] MemError),
-    /// There is no memory for XBZRLE's cache.
+    /// There is not enough memory for the XBZRLE cache.
     #[error(
         "no memory for an xbzrle cache of {bytes} bytes (this host has {available} available): choose a \
          smaller xbzrle-cache-size"
@@ -239,7 +243,7 @@ pub enum MigrationError {
         #[source]
         source: io::Error,
     },
-    /// A thread panicked: a bug. The migration was ended as by any other error.
+    /// A thread panicked, which is a bug. The migration ended as after any other error.
     #[error(
         "thread '{thread}' panicked, which is a bug of Hotlift or of the guest: its output on standard error names the place"
     )]
@@ -247,8 +251,8 @@ pub enum MigrationError {
         /// The thread's name.
         thread: String,
     },
-    /// The source was informed that it may release the guest, and the destination never received the commit. If the source has
-    /// released the guest, it is paused there, complete.
+    /// Of a relay: the source may have released the guest, but the destination never received the commit. If the source has
+    /// released the guest, it is paused there, without loss of data.
     #[error(
         "the destination does not run the guest, but the source may have released it: if the source reports 'completed', send \
          'cont' there"
@@ -259,7 +263,7 @@ pub enum MigrationError {
         source: Box<MigrationError>,
     },
     /// A postcopy ended while the destination loaded the devices. The source's QEMU (10.2 and newer) did not receive the answer
-    /// that they are loaded, and lets its guest run again.
+    /// that the devices are loaded, so it runs its guest again.
     #[error(
         "the migration ended while the destination loaded the devices: the source's QEMU runs its guest again"
     )]
@@ -271,12 +275,12 @@ pub enum MigrationError {
     /// The destination runs the guest without all of its pages.
     #[error("the guest runs, but some of its pages have not arrived")]
     PagesMissing {
-        /// Reason why no more pages came.
+        /// Reason why the missing pages did not arrive.
         #[source]
         source: Box<MigrationError>,
     },
-    /// The destination had everything and was instructed to run the guest, but made no statement after that. The guest is
-    /// paused here: if it were resumed, it could run twice.
+    /// The destination received the whole guest and the commit, but did not report whether it runs the guest. The guest is
+    /// paused at the source. If it were resumed there, it could run twice.
     #[error(
         "the destination received the whole guest and the request to run it, but did not confirm: the guest is left paused \
          here; resume it only if it does not run there"
@@ -331,7 +335,7 @@ impl MigrationError {
         }
     }
 
-    /// Returns the error of two Hotlifts whose additions to QEMU's stream have different versions.
+    /// Returns the error for two Hotlifts with different versions of their additions to QEMU's stream.
     pub(crate) fn other_version(source: u32, destination: u32) -> Self {
         Self::Mismatch {
             what: "the version of Hotlift's protocol (use the same hotlift on both hosts)"
@@ -341,7 +345,7 @@ impl MigrationError {
         }
     }
 
-    /// Returns the error of a `method` that QEMU does not have, if the destination is a QEMU.
+    /// Returns the error for a `method` that a QEMU at the destination does not have.
     pub(crate) fn not_qemus(method: Method) -> Self {
         Self::Mismatch {
             what: "multifd-compression".to_owned(),
@@ -350,8 +354,7 @@ impl MigrationError {
         }
     }
 
-    /// Returns true if the cause is damaged data: bytes of a file that are not those that were written, or a packet that does
-    /// not decode.
+    /// Returns true if the cause is damaged data: a damaged part of a file, or a packet that cannot be decoded.
     #[must_use]
     pub fn is_damage(&self) -> bool {
         match self {
@@ -368,7 +371,7 @@ impl MigrationError {
     }
 }
 
-/// Returns a peer's text without characters that could control a terminal.
+/// Returns a peer's text without control characters, which could change the state of a terminal.
 pub(crate) fn printable(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).collect()
 }
