@@ -15,20 +15,21 @@ pub(crate) enum DestinationSide {
     /// Pages and device state arrive; the source owns the guest.
     #[default]
     Loading,
-    /// Everything is loaded, and the source may know it: the source decides.
+    /// Everything is loaded. The source may know this, and may commit.
     Loaded,
-    /// The source has committed; the guest is being started.
+    /// The source has committed, and the guest is being started.
     Starting,
     /// The guest runs here.
     Runs,
     /// The guest does not run here, and never will.
     Never,
-    /// The thread or QEMU that had to start the guest ended without a report. The guest may run; this side makes no statement.
+    /// The thread or QEMU that had to start the guest ended without a report. The guest may run, and the destination makes no
+    /// statement.
     Unsure,
 }
 
 impl DestinationSide {
-    /// Records that everything was loaded. Called before the source is informed.
+    /// Records that everything was loaded. Called before the source is informed. Returns false if the migration was abandoned.
     pub(crate) fn loaded(&mut self) -> bool {
         self.step(&[Self::Loading], Self::Loaded)
     }
@@ -43,7 +44,7 @@ impl DestinationSide {
         self.step(&[Self::Starting, Self::Unsure], Self::Runs)
     }
 
-    /// Records that the guest cannot be started, for good.
+    /// Records that the guest could not be started, and never will be.
     pub(crate) fn refused(&mut self) -> bool {
         self.step(&[Self::Starting, Self::Unsure], Self::Never)
     }
@@ -53,13 +54,13 @@ impl DestinationSide {
         self.step(&[Self::Starting], Self::Unsure)
     }
 
-    /// Records a failure, a cancel or a panic: abandons the migration, unless the source has committed already.
+    /// Records a failure, a cancel or a panic, which abandons the migration. Returns false if the source has already committed.
     pub(crate) fn abandon(&mut self) -> bool {
         self.step(&[Self::Loading, Self::Loaded], Self::Never)
     }
 
-    /// Answers the source's question about the guest. The source asks only after its commit. A commit that has not arrived by
-    /// now must never take effect: this makes the answer true.
+    /// Answers the source's outcome query, which the source sends only after its commit. If the commit has not arrived yet, the
+    /// answer is "never", and the commit is ignored when it arrives.
     pub(crate) fn ask(&mut self) -> Outcome {
         self.abandon();
         match self {
@@ -78,7 +79,7 @@ impl DestinationSide {
     }
 }
 
-/// The state, and the threads that wait for the decision.
+/// State of the destination's side, shared by the threads of a migration. Threads can wait for the decision.
 #[derive(Debug)]
 pub(crate) struct DestinationHandover {
     state: WaitMutex<State>,
@@ -88,13 +89,13 @@ pub(crate) struct DestinationHandover {
 #[derive(Debug)]
 struct State {
     side: DestinationSide,
-    /// The guest's run state here, for the source.
+    /// Run state of the guest at the destination, which is reported to the source.
     activity: GuestActivity,
-    /// Count of connections that can still bring the source's commit.
+    /// Number of connections on which the source's commit can still arrive.
     open: usize,
-    /// True if the source was, or may have been, informed that all is loaded: it may ask.
+    /// True once the source may have been informed that everything is loaded. From then on it may send outcome queries.
     source_may_ask: bool,
-    /// Postcopy only: true if all pages are here.
+    /// Postcopy only: true if all pages have arrived.
     has_all: bool,
     /// True if the source has confirmed that it knows the outcome.
     is_confirmed: bool,
@@ -149,7 +150,8 @@ impl DestinationHandover {
         self.lock().run_since
     }
 
-    /// Allows questions from here on: the source of a postcopy commits before it sends the devices.
+    /// Records that the source may send outcome queries from now on. In postcopy this is early, because the source commits
+    /// before it sends the devices.
     pub(crate) fn expect_questions(&self) {
         self.lock().source_may_ask = true;
     }
@@ -160,7 +162,8 @@ impl DestinationHandover {
         self.step(DestinationSide::loaded)
     }
 
-    /// Records that all pages of a postcopy are here. Withdraws the source's confirmation, which was only that the guest runs.
+    /// Records that all pages of a postcopy have arrived. Resets the source's earlier confirmation, which was only that the
+    /// guest runs.
     pub(crate) fn all_pages_arrived(&self) {
         let mut state = self.lock();
         state.has_all = true;
@@ -177,12 +180,12 @@ impl DestinationHandover {
         self.step(DestinationSide::record_run);
     }
 
-    /// Sets the guest's run state here, which the source may learn. Must be called before [`DestinationHandover::record_run`].
+    /// Sets the guest's run state, which is reported to the source. Must be called before [`DestinationHandover::record_run`].
     pub(crate) fn record_activity(&self, activity: GuestActivity) {
         self.lock().activity = activity;
     }
 
-    /// Returns the guest's run state here, for the source.
+    /// Returns the guest's run state for the report to the source.
     pub(crate) fn activity(&self) -> GuestActivity {
         self.lock().activity
     }
@@ -202,7 +205,7 @@ impl DestinationHandover {
         self.step(DestinationSide::abandon)
     }
 
-    /// See [`DestinationSide::ask`]. In postcopy, the answer also states whether all pages are here.
+    /// See [`DestinationSide::ask`]. In postcopy, the answer also states whether all pages have arrived.
     pub(crate) fn ask(&self) -> Outcome {
         match self.step(DestinationSide::ask) {
             Outcome::Runs if self.lock().has_all => Outcome::HasAll,
@@ -215,19 +218,20 @@ impl DestinationHandover {
         self.lock().is_confirmed = true;
     }
 
-    /// Returns true if a source may still ask: it may know that all is loaded, and has not confirmed the outcome.
+    /// Returns true if a source may still send outcome queries: everything is loaded, and the source has not confirmed the
+    /// outcome.
     pub(crate) fn may_be_asked(&self) -> bool {
         let state = self.lock();
         state.source_may_ask && !state.is_confirmed
     }
 
-    /// Records the end of a connection, which can bring no commit any more.
+    /// Records the end of a connection. The source's commit cannot arrive on this connection any more.
     pub(crate) fn connection_ended(&self) {
         self.state.change(|state| state.open -= 1);
     }
 
-    /// Waits until the guest runs here, or never will. Returns true if it runs. `is_cancelled` ends only the wait for a source
-    /// that has not committed.
+    /// Waits for the decision whether the guest runs here, and returns true if it runs. Abandons the migration if everything is
+    /// loaded, but all connections have ended or `is_cancelled` returns true before the source's commit.
     pub(crate) fn wait_for_decision(&self, is_cancelled: impl Fn() -> bool) -> bool {
         let keep_waiting = || Ok::<_, Infallible>(());
         let Ok(runs) = self.state.wait_until(None, keep_waiting, |state| {
@@ -254,7 +258,7 @@ mod tests {
         assert!(destination_handover.loaded());
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| destination_handover.wait_for_decision(|| true));
-            // Either the cancelled wait wins, or this thread: never both.
+            // Either the cancelled wait or this thread wins, never both of them.
             if !destination_handover.commit() {
                 assert!(!waiting.join().unwrap());
                 assert_eq!(destination_handover.ask(), Outcome::Never);

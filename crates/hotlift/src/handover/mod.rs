@@ -1,9 +1,9 @@
-//! Ownership of the guest: the one state machine of the handover, without I/O and without clocks.
+//! Ownership of the guest: the state machines of the handover, without I/O and without clocks.
 //!
 //! The source's side ([`SourceSide`]) belongs to a guest's own migration, or to the relay beside the source's QEMU. The
-//! destination's side ([`DestinationSide`]) belongs to an arriving guest, or to the relay beside the destination's QEMU. Both
-//! take events and return what is allowed now. A migration's threads share them through [`SourceHandover`] and
-//! [`DestinationHandover`].
+//! destination's side ([`DestinationSide`]) belongs to an arriving guest, or to the relay beside the destination's QEMU. Each
+//! side takes events, and returns the actions that are allowed now. A migration's threads share the sides through
+//! [`SourceHandover`] and [`DestinationHandover`].
 //!
 //! ```text
 //!  source's side                                              destination's side
@@ -16,10 +16,10 @@
 //!  MOVED      confirmation                             ---->
 //! ```
 //!
-//! Up to COMMITTED every failure leaves the guest with the source. The destination has received no commit, and never runs it.
-//! From COMMITTED on only a statement of the destination decides: SHUT(0), a SHUT with an error message, or the answer to a
-//! question. A FIN, a reset and silence prove nothing: proxies and kernels turn each into another. A source without a statement
-//! connects again to the destination's listener and asks:
+//! Before COMMITTED, every failure leaves the guest with the source. The destination has received no commit, and never runs the
+//! guest. From COMMITTED on, only a statement of the destination decides: SHUT(0), a SHUT with an error message, or the answer
+//! to an outcome query. A FIN, a reset and silence prove nothing, because proxies and kernels turn each into another. A source
+//! without a statement connects again to the destination's listener and asks:
 //!
 //! ```text
 //!  COMMITTED  "outcome of migration M?"                ---->  LOADING, LOADED: becomes NEVER first
@@ -27,11 +27,11 @@
 //!  MOVED, or REFUSED: the guest continues at the source
 //! ```
 //!
-//! The source asks until `settle-timeout` ends. Only then it is in DOUBT, and keeps the guest paused. The destination answers
+//! The source asks until `settle-timeout` ends. Then its state is DOUBT, and it keeps the guest paused. The destination answers
 //! until it receives the confirmation, or until no source can ask any more.
 //!
-//! A QEMU at the destination may have the guest and not run it, because it cannot lock a disk. A `cont` can run it later, at
-//! any moment. The destination's side sees this over QMP:
+//! A QEMU at the destination may have loaded the guest without running it, because it cannot lock a disk. A `cont` can start
+//! the guest later, at any moment. The destination's side sees this over QMP:
 //!
 //! ```text
 //!  STARTING   SHUT(0) of its QEMU; QMP: runs                   TAKEN
@@ -40,14 +40,15 @@
 //!             the same, of a QEMU of another process           TAKEN: an operator decides, and both commands exit with 3
 //! ```
 //!
-//! The statement carries the QMP result: the guest runs, does not run as expected, or does not run although it ran before. A
-//! QEMU that sends SHUT(0) and does not answer over QMP has the guest: TAKEN. Later QMP results travel beside the stream. If
-//! the destination ended that QEMU, and it never ran the guest, the source takes the guest back out of MOVED.
+//! The statement includes the QMP result: the guest runs, does not run as expected, or does not run although it ran before. A
+//! QEMU that sends SHUT(0), and does not answer over QMP, has the guest: TAKEN. Later QMP results are sent on other connections
+//! than the stream. If the destination ended that QEMU before the guest ran, the source changes from MOVED back to owning the
+//! guest.
 //!
-//! So the source takes the guest back only after that QEMU was seen to end. If a `cont` made the QEMU run the guest before its
-//! end, the guest has changed the disks: then the destination's side is UNSURE, and the source in DOUBT.
+//! So the source takes the guest back only after the destination has seen that QEMU end. If a `cont` made the QEMU run the
+//! guest before its end, the guest has changed the disks. Then the destination's side is UNSURE, and the source's is DOUBT.
 //!
-//! A postcopy commits earlier, and ends later:
+//! The commit of a postcopy is earlier, and its end is later:
 //!
 //! ```text
 //!  KEEPS      stops the guest, sends the list of pages to discard
@@ -60,11 +61,15 @@
 //!             confirmation                             ---->
 //! ```
 //!
-//! Up to SERVING the source owns the guest. After that the guest never runs at the source again, unless the destination states
-//! that it never ran there. The source keeps its pages until the destination has all of them. A lost connection leaves the
-//! migration `postcopy-paused` until another connection replaces it, an answer states that all pages arrived, or the operator
-//! cancels. A cancel, once the guest is known to run there, ends the migration with PAGES LOST. A QEMU answers no question, and
-//! may send SHUT(1) for a guest that has run.
+//! Before SERVING the source owns the guest. After that the guest never runs at the source again, unless the destination states
+//! that the guest never ran there. The source keeps its pages until the destination has all of them. A lost connection leaves
+//! the migration `postcopy-paused` until one of these events:
+//!
+//! - another connection replaces the lost one
+//! - an answer states that all pages have arrived
+//! - the operator cancels; if the guest is known to run at the destination, the migration ends with PAGES LOST
+//!
+//! A QEMU answers no outcome query, and may send SHUT(1) for a guest that has run.
 //!
 //! The tests explore every order of messages, losses, cuts, kills and cancels with exactly this code (`tests/model.rs`).
 

@@ -1,4 +1,4 @@
-//! The source's questions about its guest, each on a separate connection to the destination.
+//! Outcome queries of the source about its guest, each on a separate connection to the destination.
 
 use std::io::Write;
 use std::thread;
@@ -11,12 +11,15 @@ use crate::handover::DestinationStatement;
 use crate::handover::settle::{Question, Step, statement};
 use crate::remote::Remote;
 
-/// Time limit for informing a destination of a migration that ended before the commit.
+/// Time limit for informing the destination that the migration ended before the commit.
 const NOT_COMMITTED_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Waits up to `timeout` for the destination's statement, with the guest's run state there. The statement arrives on the
-/// stream or, if `to_ask` names a peer, as the answer to a question. `on_stream` waits for a statement on the stream up to the
-/// given time; it returns early if the stream has ended. Nothing cancels this wait: the guest may run.
+/// Waits up to `timeout` for the destination's statement, and returns it with the guest's run state; `None` without a
+/// statement.
+///
+/// The statement arrives on the stream or, if `to_ask` names a peer, as the answer to an outcome query. `on_stream` waits up to
+/// the given time for a statement on the stream, and returns early if the stream has ended. Nothing cancels this wait, because
+/// the guest may run.
 pub(crate) fn await_statement(
     timeout: Duration,
     to_ask: Option<(&Remote, MigrationId)>,
@@ -39,13 +42,14 @@ pub(crate) fn await_statement(
     None
 }
 
-/// Informs the destination that the migration ended before the commit. Otherwise a destination that loaded everything waits for
-/// a source that may have committed.
+/// Informs the destination that the migration ended before the commit. Otherwise a destination that has loaded everything would
+/// wait for the commit.
 pub(crate) fn notify_not_committed(to: &Remote, id: MigrationId) {
     query_once(to, id, NOT_COMMITTED_TIMEOUT);
 }
 
-/// Asks one question. Returns `None` without a connection, without an answer in time, or without a statement in the answer.
+/// Sends one outcome query, and returns the statement in the answer. Returns `None` without a connection, without an answer in
+/// time, or without a statement in the answer.
 pub(crate) fn query_once(
     to: &Remote,
     id: MigrationId,

@@ -1,5 +1,5 @@
-//! State of the guest in a destination's QEMU after the commit, from the QEMU's statement on the stream and from QMP. No I/O
-//! and no clock; `ends/stream_sink` carries it out.
+//! State of the guest in a destination's QEMU after the commit, concluded from the QEMU's statement on the stream and from QMP.
+//! No I/O and no clock; `ends/stream_sink` reads and waits.
 
 use std::time::{Duration, Instant};
 
@@ -7,10 +7,10 @@ use hotlift_wire::settle::GuestActivity;
 
 use crate::handover::DestinationStatement;
 
-/// Time without a statement after the commit, before QMP is asked.
+/// Time to wait for a statement on the stream after the commit, before QMP is queried.
 const QMP_DELAY: Duration = Duration::from_secs(5);
 
-/// Time limit for QMP to confirm the statement of a QEMU on the stream. After that the statement alone counts.
+/// Time limit for QMP to confirm a statement that the QEMU has sent on the stream. After this time the statement alone counts.
 const CONFIRMING: Duration = Duration::from_secs(10);
 
 /// State of the guest at the destination after the commit, according to QMP.
@@ -18,12 +18,12 @@ const CONFIRMING: Duration = Duration::from_secs(10);
 pub enum QemuGuestState {
     /// The destination has the guest in this state, and keeps it.
     Yes(GuestActivity),
-    /// It does not have the guest, and never will: it failed, or its process ended. An earlier statement on the stream that it
-    /// has the guest takes precedence.
+    /// The destination does not have the guest, and never will: its QEMU failed, or has ended. But if the stream has already
+    /// stated that the destination has the guest, that statement counts.
     Never,
-    /// It had the guest, never ran it, and was seen to end.
+    /// The destination's QEMU had the guest and never ran it, and has ended.
     Ended,
-    /// Not known (yet).
+    /// The state is not known, or not known yet.
     Unknown,
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct OwnershipWait {
 }
 
 impl OwnershipWait {
-    /// Waits for `timeout` at most.
+    /// Begins the wait, which ends `timeout` after `committed`.
     pub(crate) fn new(committed: Instant, timeout: Duration) -> Self {
         Self {
             committed,
@@ -46,12 +46,12 @@ impl OwnershipWait {
         }
     }
 
-    /// Returns how long to listen on the stream before QMP is asked for the first time.
+    /// Returns the time to wait for a statement on the stream before the first QMP query.
     pub(crate) fn first_wait(&self) -> Duration {
         self.timeout.min(QMP_DELAY)
     }
 
-    /// Stores a statement of the stream, if there is one. The first statement counts.
+    /// Stores a statement from the stream, if there is one. Only the first statement counts.
     pub(crate) fn state(&mut self, statement: Option<DestinationStatement>) {
         self.statement = self.statement.or(statement);
     }
@@ -61,7 +61,7 @@ impl OwnershipWait {
         self.statement
     }
 
-    /// Returns true if QMP should be asked (again).
+    /// Returns true if QMP should be queried, or queried again, because the time limit is not reached.
     pub(crate) fn keeps_waiting(&self, now: Instant) -> bool {
         let waited = now.saturating_duration_since(self.committed);
         let limit = match self.statement {
@@ -71,7 +71,8 @@ impl OwnershipWait {
         waited < limit
     }
 
-    /// Combines the state over QMP (`taken`) with the statement of the stream; `None` while the result is open.
+    /// Combines the state according to QMP (`taken`) with the statement on the stream. Returns `None` if the two do not decide
+    /// yet.
     pub(crate) fn combine(
         &self,
         taken: QemuGuestState,

@@ -1,4 +1,4 @@
-//! The question about a guest whose destination made no statement: when the source asks, what an answer means, and how long
+//! The outcome query, for a guest whose destination made no statement: when the source asks, what an answer means, and how long
 //! the destination answers. No I/O and no clock: `outcome_query` asks, and `stream::serve_queries` answers.
 
 use std::time::{Duration, Instant};
@@ -9,22 +9,23 @@ use hotlift_wire::settle::{
 
 use crate::handover::DestinationStatement;
 
-/// Time limit of one attempt. Short, so that a restored network is found soon: the kernel repeats a lost SYN after 1, 3,
-/// 7 … s, a new connection sends one at once.
+/// Time limit of one attempt. It is short, because a new connection sends a SYN at once. In an old attempt the kernel repeats a
+/// lost SYN only after 1, 3, 7 … s, and would detect a restored network late.
 const ATTEMPT: Duration = Duration::from_millis(1500);
 
-/// Time limit of one attempt while a postcopy is paused: an operator who resumes it waits for the attempt.
+/// Time limit of one attempt while a postcopy is paused. An operator who resumes the postcopy must wait for the end of the
+/// attempt.
 const PAUSED_ATTEMPT: Duration = Duration::from_millis(500);
 
 /// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Silence of a destination after the commit, before it is asked on another connection. It has loaded everything by then:
-/// some milliseconds are usual.
+/// Time to wait for a statement on the stream after the commit, before the source asks on another connection. Some milliseconds
+/// are usual, because everything is loaded by then.
 const QUERY_DELAY: Duration = Duration::from_secs(5);
 
-/// Time for which a cancelled destination still answers. A source that lost its connections asks at once; without an answer
-/// it would leave its guest paused.
+/// Time for which a cancelled destination still answers. A source that has lost its connections asks at once. Without an
+/// answer, the source would leave its guest paused.
 const CANCELLED: Duration = Duration::from_secs(10);
 
 /// Next step of a source that waits for the destination's statement.
@@ -34,11 +35,11 @@ pub(crate) enum Step {
     Listen(Duration),
     /// Asks on another connection, within this time.
     Ask(Duration),
-    /// Waits for this whole time, also if the stream has ended.
+    /// Waits for this whole time, even if the stream has ended.
     Pause(Duration),
 }
 
-/// The source's side.
+/// The source's side: decides when to ask, and when to stop.
 #[derive(Debug)]
 pub(crate) struct Question {
     until: Instant,
@@ -49,7 +50,7 @@ pub(crate) struct Question {
 }
 
 impl Question {
-    /// Waits for `timeout` from the commit on; a QEMU takes no questions.
+    /// Begins at the commit, for a time of `timeout`. `takes_questions` is false for a QEMU, which answers no outcome queries.
     pub(crate) fn after_commit(now: Instant, timeout: Duration, takes_questions: bool) -> Self {
         let silence = match takes_questions {
             true => timeout.min(QUERY_DELAY),
@@ -63,7 +64,7 @@ impl Question {
         }
     }
 
-    /// Asks for `timeout` about a guest whose postcopy is paused.
+    /// Begins while a postcopy is paused, for a time of `timeout`.
     pub(crate) fn while_paused(now: Instant, timeout: Duration) -> Self {
         Self {
             until: now + timeout,
@@ -73,12 +74,13 @@ impl Question {
         }
     }
 
-    /// Returns the next step, after the one before brought no statement; `None` once the guest is in doubt.
+    /// Returns the next step, if the previous step brought no statement. Returns `None` after the time limit; the guest is then
+    /// in doubt.
     pub(crate) fn next(&mut self, now: Instant) -> Option<Step> {
         let step = self.next.take()?;
         let left = self.until.saturating_duration_since(now);
         let (step, then) = match step {
-            // Also with no time left: a statement that has arrived by then counts.
+            // Returned even if no time is left, because a statement that has already arrived counts.
             Step::Listen(wait) => (Step::Listen(wait.min(left)), Step::Ask(self.attempt)),
             _ if left.is_zero() => return None,
             Step::Ask(wait) => (Step::Ask(wait.min(left)), Step::Pause(PAUSE)),
@@ -89,7 +91,8 @@ impl Question {
     }
 }
 
-/// Returns the statement in an answer about `id`; `None` for a damaged answer, and for "ask again".
+/// Returns the statement in an answer about migration `id`. Returns `None` for a damaged answer, and for an answer without a
+/// statement ("ask again").
 pub(crate) fn statement(
     answer: &[u8; ANSWER_LEN],
     id: MigrationId,
@@ -99,7 +102,7 @@ pub(crate) fn statement(
 }
 
 impl DestinationStatement {
-    /// Returns the statement that an answer makes, if it makes one.
+    /// Returns the statement that an answer makes; `None` for an answer that makes none.
     pub(crate) fn of_outcome(outcome: Outcome) -> Option<Self> {
         match outcome {
             Outcome::Runs => Some(Self::Runs),
@@ -110,7 +113,7 @@ impl DestinationStatement {
     }
 }
 
-/// The time in which a destination answers, after the end of its migration.
+/// Period after the end of a migration in which the destination answers outcome queries.
 #[derive(Debug)]
 pub(crate) struct AnswerPeriod {
     until: Instant,
@@ -118,7 +121,7 @@ pub(crate) struct AnswerPeriod {
 }
 
 impl AnswerPeriod {
-    /// Starts the period: the source may ask for `timeout` from now on.
+    /// Begins the period, in which the source may send outcome queries for `timeout`.
     pub(crate) fn new(now: Instant, timeout: Duration) -> Self {
         Self {
             until: now + timeout,
@@ -126,7 +129,7 @@ impl AnswerPeriod {
         }
     }
 
-    /// Returns the remaining time; `None` once it is over.
+    /// Returns the remaining time; `None` once it is over. The first call with `is_cancelled` shortens it to [`CANCELLED`].
     pub(crate) fn left(&mut self, now: Instant, is_cancelled: bool) -> Option<Duration> {
         if is_cancelled && !std::mem::replace(&mut self.is_cancelled, true) {
             self.until = self.until.min(now + CANCELLED);
@@ -136,12 +139,13 @@ impl AnswerPeriod {
     }
 }
 
-/// The last bytes of a connection on which the source may confirm that it knows the outcome.
+/// Last bytes received on a connection on which the source may send its confirmation that it knows the outcome.
 #[derive(Debug, Default)]
 pub(crate) struct Confirmation(Vec<u8>);
 
 impl Confirmation {
-    /// Takes bytes; true once they end with the confirmation, which is the last message of a source.
+    /// Adds received bytes. Returns true once the received bytes end with the confirmation for `id`, which is a source's last
+    /// message.
     pub(crate) fn take(&mut self, bytes: &[u8], id: MigrationId) -> bool {
         self.0.extend_from_slice(bytes);
         let excess = self.0.len().saturating_sub(CONFIRMATION_LEN);

@@ -6,9 +6,9 @@ pub(crate) enum SourceSide {
     /// The source owns the guest.
     #[default]
     Keeps,
-    /// Relay only: its QEMU was informed that all is loaded, and may release the guest at any moment.
+    /// Relay only: the source's QEMU was informed that everything is loaded, and may release the guest at any moment.
     Offered,
-    /// Relay only: its QEMU has released the guest. The destination has not received the commit.
+    /// Relay only: the source's QEMU has released the guest. The destination has not received the commit.
     Released,
     /// The destination may have received the commit.
     Committed,
@@ -26,10 +26,10 @@ pub(crate) enum SourceOutcome {
     Kept,
     /// The destination has the guest.
     Moved,
-    /// The destination does not run the guest and never will, but the source has released it, or may have: it is paused at the
-    /// source, complete.
+    /// The destination does not run the guest, and never will. The source may have released the guest, and has it paused,
+    /// without loss of data.
     Refused,
-    /// The destination may run the guest. The source keeps it, paused.
+    /// The destination may run the guest. The source keeps the guest paused.
     Doubt,
     /// Postcopy only: the destination runs the guest, and will not receive its missing pages.
     PagesLost,
@@ -38,17 +38,19 @@ pub(crate) enum SourceOutcome {
 /// Report of the destination, after the commit, about its ownership of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum DestinationStatement {
-    /// It has the guest.
+    /// The destination has the guest.
     Runs,
-    /// It does not run the guest, and never will.
+    /// The destination does not run the guest, and never will.
     Never,
-    /// Postcopy only: it has the guest, with all of its pages.
+    /// Postcopy only: the destination has the guest, with all of its pages.
     HasAll,
 }
 
 impl DestinationStatement {
-    /// Returns the statement of SHUT(`value`) after the commit. A Hotlift's refusal comes with its reason (`is_explained`): one
-    /// damaged byte cannot turn one statement into the other. A QEMU sends no reasons.
+    /// Returns the statement that SHUT(`value`) makes after the commit; `None` if it makes none.
+    ///
+    /// A Hotlift sends an error text before a SHUT other than 0 (`is_explained`). So one damaged byte cannot turn a statement
+    /// into the opposite statement. A QEMU sends no error text.
     pub(crate) fn of_shut(value: u32, is_explained: bool, is_hotlift: bool) -> Option<Self> {
         match value {
             0 if !is_explained => Some(Self::Runs),
@@ -74,24 +76,26 @@ impl SourceSide {
         self.step(&[Self::Offered], Self::Ended(SourceOutcome::Kept))
     }
 
-    /// Passes the point of no return. The caller sends the commit to the destination only if this returns true.
+    /// Records the commit. Returns false if the state does not permit a commit; the caller then must not send it to the
+    /// destination.
     pub(crate) fn commit(&mut self) -> bool {
         self.step(&[Self::Keeps, Self::Released], Self::Committed)
     }
 
-    /// Passes the point of no return of a postcopy, whose guest will run before it has all pages.
+    /// Records the commit of a postcopy, whose guest will run before it has all pages. Returns false if the state does not
+    /// permit it.
     pub(crate) fn serve(&mut self) -> bool {
         self.step(&[Self::Keeps], Self::Serving { runs: false })
     }
 
-    /// Records that the destination of a postcopy has all pages. Until then the source's pages are needed.
+    /// Records that the destination of a postcopy has all pages. Until then the source must keep its pages.
     pub(crate) fn all_pages_arrived(&mut self) -> bool {
         let serving = [true, false].map(|runs| Self::Serving { runs });
         self.step(&serving, Self::Ended(SourceOutcome::Moved))
     }
 
-    /// Records a failure, a lost connection, a cancel or a panic. Returns true if it ends the migration. After the commit it
-    /// does not, and nothing may be done to the guest.
+    /// Records a failure, a lost connection, a cancel or a panic. Returns true if this ends the migration. Returns false after
+    /// the commit: the guest must then stay paused.
     pub(crate) fn fail(&mut self) -> bool {
         self.step(&[Self::Keeps], Self::Ended(SourceOutcome::Kept))
             || self.step(
@@ -100,7 +104,7 @@ impl SourceSide {
             )
     }
 
-    /// Takes a statement of the destination, which has no effect before the commit.
+    /// Processes a statement of the destination. A statement before the commit has no effect.
     pub(crate) fn receive(&mut self, statement: DestinationStatement) -> bool {
         match statement {
             DestinationStatement::Runs => {
@@ -118,7 +122,7 @@ impl SourceSide {
         }
     }
 
-    /// Ends the wait: no statement came within the time limit or, in postcopy, the migration was cancelled.
+    /// Ends the wait without a statement: the time limit is reached or, in postcopy, the migration was cancelled.
     pub(crate) fn end_wait(&mut self) -> bool {
         let unsure = [Self::Committed, Self::Serving { runs: false }];
         self.step(&unsure, Self::Ended(SourceOutcome::Doubt))
@@ -128,7 +132,7 @@ impl SourceSide {
             )
     }
 
-    /// Returns true if the source may have released the guest: a cancel comes too late.
+    /// Returns true if the source may have released the guest. A cancel then has no effect.
     pub(crate) fn is_offered(self) -> bool {
         !matches!(self, Self::Keeps | Self::Ended(SourceOutcome::Kept))
     }

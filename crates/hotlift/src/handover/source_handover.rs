@@ -7,7 +7,8 @@ use crate::error::MigrationError;
 use crate::life::Life;
 use crate::life::failure::Failure;
 
-/// The state and the first failure, each of which depends on the other.
+/// The source's side and the first failure. They are locked together: a failure prevents the commit, and after the commit a
+/// failure does not end the migration.
 #[derive(Debug)]
 pub(crate) struct SourceHandover {
     side: Mutex<SourceSide>,
@@ -27,9 +28,10 @@ impl SourceHandover {
         self.side.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps `error` if it is the first. Returns true if it ends the migration. After [`SourceHandover::commit`] it does not:
-    /// the destination may run the guest, and an open connection may still bring its statement. A failure after a refusal is
-    /// not the cause.
+    /// Stores `error` if it is the first failure. Returns true if the migration has failed.
+    ///
+    /// Returns false after [`SourceHandover::commit`]: the destination may run the guest, and its statement may still arrive on
+    /// another connection. Also returns false if the destination has refused the guest, because `error` is not the cause then.
     pub(crate) fn fail(&self, error: MigrationError) -> bool {
         let mut failure = self.failure.lock();
         let mut side = self.side();
@@ -41,8 +43,8 @@ impl SourceHandover {
         false
     }
 
-    /// Keeps the error of the thread that decides about the handover, before or after the commit. Returns false if the
-    /// destination may run the guest.
+    /// Stores the error of the thread that decides the handover, before or after the commit. Returns false if the destination
+    /// may run the guest.
     pub(crate) fn end(&self, error: MigrationError) -> bool {
         let mut failure = self.failure.lock();
         let mut side = self.side();
@@ -51,13 +53,13 @@ impl SourceHandover {
         !side.is_committed()
     }
 
-    /// Passes the point of no return, unless the migration has failed or `may` returns false. After it the guest belongs to the
-    /// destination, and no lost connection makes it run here again.
+    /// Records the commit, and returns true. Returns false if the migration has failed, or if `may` returns false. After the
+    /// commit the guest belongs to the destination: a lost connection does not make it run at the source again.
     pub(crate) fn commit(&self, may: impl FnOnce() -> bool) -> bool {
         self.give(may, SourceSide::commit)
     }
 
-    /// Passes the point of no return of a postcopy, as [`SourceHandover::commit`] does; see [`SourceSide::serve`].
+    /// Records the commit of a postcopy. Returns as [`SourceHandover::commit`]; see [`SourceSide::serve`].
     pub(crate) fn serve(&self, may: impl FnOnce() -> bool) -> bool {
         self.give(may, SourceSide::serve)
     }
@@ -72,7 +74,7 @@ impl SourceHandover {
         self.side().all_pages_arrived();
     }
 
-    /// Returns true if the guest is known to run at the destination, which may lack pages.
+    /// Returns true if the guest of a postcopy is known to run at the destination, which may still lack pages.
     pub(crate) fn is_known_to_run(&self) -> bool {
         *self.side() == SourceSide::Serving { runs: true }
     }
@@ -92,7 +94,7 @@ impl SourceHandover {
         self.side().taken_back();
     }
 
-    /// Sets the outcome from the destination's statement, or without one.
+    /// Sets the outcome from the destination's statement. `None` means that the wait ended without a statement.
     pub(crate) fn settle(&self, statement: Option<DestinationStatement>) {
         let mut side = self.side();
         match statement {
