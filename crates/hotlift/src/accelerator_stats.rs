@@ -55,7 +55,7 @@ impl AcceleratorStats {
     }
 }
 
-/// One channel's part of [`AcceleratorStats`].
+/// Job counts that one channel has already added to [`AcceleratorStats`].
 #[derive(Debug, Default)]
 pub(crate) struct ChannelStats {
     reported: Jobs,
@@ -63,7 +63,7 @@ pub(crate) struct ChannelStats {
 }
 
 impl ChannelStats {
-    /// Adds what `jobs` has gained since the previous call.
+    /// Adds the increase of `jobs` since the previous call to `stats`.
     pub(crate) fn report(&mut self, stats: &AcceleratorStats, jobs: Jobs, runs_on: RunsOn) {
         if jobs != self.reported {
             let add = |counter: &AtomicU64, now: u64, before: u64| {

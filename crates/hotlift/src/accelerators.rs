@@ -1,4 +1,4 @@
-//! Accelerators of the methods that this program has: those of `hotlift-accel` with the feature `accel`, none without it.
+//! Accelerators for the compression methods: those of `hotlift-accel` with feature `accel`, none without this feature.
 
 #[cfg(feature = "accel")]
 pub(crate) use hotlift_accel::HARDWARE;

@@ -30,10 +30,10 @@ use crate::stream::main_send::MainLink;
 use crate::stream::multifd_send::Sending;
 use crate::stream::rejections::Rejections;
 
-/// Receives events, on the thread in which they happen; must not block for long.
+/// Callback for events. It runs in the thread in which an event happens, and must not block for long.
 pub type Watcher = Box<dyn Fn(MigrationEvent) + Send + Sync>;
 
-/// A handle on one migration, shared by its threads and its callers. Clones are the same migration.
+/// A handle on one migration, shared by its threads and its callers. All clones refer to the same migration.
 #[derive(Clone, Default)]
 pub struct Control(Arc<Shared>);
 
@@ -48,7 +48,7 @@ impl std::fmt::Debug for Control {
 #[derive(Default)]
 struct Shared {
     status: AtomicU8,
-    /// At a destination: id of the migration in a source's outcome queries.
+    /// At a destination: id of the migration, which a source names in its outcome queries.
     id: OnceLock<MigrationId>,
     life: Life,
     /// True once the guest has been handed over.
@@ -61,7 +61,7 @@ struct Shared {
     proceeds: Mutex<bool>,
     /// Set by [`Control::start_postcopy`].
     postcopy: AtomicBool,
-    /// Set by [`Control::resume`], until it is taken.
+    /// Set by [`Control::resume`]; cleared by [`Control::take_resume`].
     resume: Mutex<Option<Address>>,
     /// The connection of a postcopy, for [`Control::pause_postcopy`].
     postcopy_link: Mutex<Weak<MainLink>>,
@@ -73,9 +73,9 @@ struct Shared {
     connecting: Connecting,
     /// Set by [`Control::set_takes_pages`].
     takes_pages: AtomicBool,
-    /// Set by [`Control::pause_postcopy`] at a destination, until it is taken.
+    /// Set by [`Control::pause_postcopy`] at a destination; cleared by [`Control::take_pause`].
     pause: AtomicBool,
-    /// Set by [`Control::recover`], until it is taken.
+    /// Set by [`Control::recover`]; cleared by [`Control::await_recovery`].
     recovery: Mutex<Option<Listener>>,
 }
 
@@ -141,20 +141,20 @@ impl Control {
         let _ = self.0.id.set(id);
     }
 
-    /// Sets whether a cancel comes too late, as it does once the guest has been handed over.
+    /// Sets whether a cancel is too late to have an effect, because the guest has been handed over.
     pub(crate) fn set_too_late(&self, too_late: bool) {
         self.0.too_late.store(too_late, Ordering::Release);
         // A pending cancel takes effect once it is no longer too late.
         self.0.life.wake();
     }
 
-    /// Returns statistics of the work of the method so far, on this side.
+    /// Returns job statistics of the compression method so far, at this end of the migration.
     #[must_use]
     pub fn jobs(&self) -> JobFigures {
         self.0.stats.read()
     }
 
-    /// Returns statistics of zero page detection so far, if devices have to do it.
+    /// Returns statistics of zero page detection so far. They are empty unless devices have to detect zero pages.
     #[must_use]
     pub fn zero_jobs(&self) -> JobFigures {
         self.0.stats.read_zero()
@@ -164,7 +164,7 @@ impl Control {
         &self.0.stats
     }
 
-    /// Returns the number of connections that did not belong to the migration, by the reason why they were dropped.
+    /// Returns the number of rejected connections, which did not belong to the migration, by the reason of the rejection.
     #[must_use]
     pub fn rejected_connections(&self) -> BTreeMap<String, u64> {
         self.0.rejections.counts()
@@ -175,11 +175,13 @@ impl Control {
         &self.0.rejections
     }
 
-    /// Asks the migration to end; the guest continues where it is. Has no effect once the source has handed the guest over:
-    /// then the migration completes. In [`Status::PostcopyPaused`] it abandons the pages that the guest still needs, and in
-    /// [`Status::PostcopyActive`] it does nothing.
+    /// Asks the migration to end. The guest then continues at the source, with these exceptions:
+    ///
+    /// - Once the source has handed the guest over, the cancel has no effect, and the migration completes.
+    /// - In [`Status::PostcopyPaused`], the migration abandons the pages that the guest still needs.
+    /// - In [`Status::PostcopyActive`], the cancel has no effect.
     pub fn cancel(&self) {
-        // A cancel that is kept would abandon the guest's pages as soon as a connection is lost.
+        // If this cancel were stored, a later loss of the connection would abandon the guest's pages.
         if self.0.status.load(Ordering::Acquire) == Status::PostcopyActive as u8 {
             return;
         }
@@ -206,8 +208,8 @@ impl Control {
         self.0.postcopy.load(Ordering::Acquire)
     }
 
-    /// Continues a migration that waits in [`Status::PostcopyPaused`] over a connection to `to`, where its destination listens
-    /// again (`migrate-recover`). Returns false in any other state.
+    /// Continues a migration that waits in [`Status::PostcopyPaused`]. It connects to `to`, where its destination listens again
+    /// (`migrate-recover`). Returns false in any other state.
     pub fn resume(&self, to: &Address) -> bool {
         let is_paused = self.status() == Status::PostcopyPaused;
         if is_paused {
@@ -217,7 +219,7 @@ impl Control {
         is_paused
     }
 
-    /// Waits up to `time` for [`Control::resume`], and takes its address.
+    /// Waits up to `time` for [`Control::resume`], and returns its address; `None` if it was not called.
     pub(crate) fn take_resume(&self, time: Duration) -> Option<Address> {
         let until = Instant::now() + time;
         self.0
@@ -227,7 +229,7 @@ impl Control {
     }
 
     /// Ends the connection of a migration in [`Status::PostcopyActive`], as if it were lost. Works at the source, and at a
-    /// destination whose guest is in this process. Returns false in any other state.
+    /// destination whose guest is in this process. Otherwise does nothing and returns false.
     pub fn pause_postcopy(&self) -> bool {
         if self.status() != Status::PostcopyActive {
             return false;
@@ -244,14 +246,13 @@ impl Control {
         true
     }
 
-    /// Reports that the other host may be lost, because another connection to it has broken. From now on the migration fails as
-    /// soon as that host is silent for long enough to be reported as a stall; it does not wait for the rest of
-    /// `silence-timeout`.
+    /// Reports that the peer's host may be lost, because another connection to it has broken. From now on, the migration fails
+    /// as soon as the silence of that host counts as a stall. It does not wait for the rest of `silence-timeout`.
     pub fn suspect_peer(&self) {
         self.0.peer_is_suspect.store(true, Ordering::Release);
     }
 
-    /// Returns the host that stalls the migration at present.
+    /// Returns the host that stalls the migration at present; `None` if no host does.
     #[must_use]
     pub fn stall(&self) -> Option<Stall> {
         *lock(&self.0.stall)
@@ -262,13 +263,13 @@ impl Control {
         *lock(&self.0.stall) = stall;
     }
 
-    /// Returns the address that this side is connecting to, and the time that this takes so far.
+    /// Returns the address that this side is connecting to, and for how long; `None` if it is not connecting.
     #[must_use]
     pub fn connecting(&self) -> Option<(Address, Duration)> {
         self.0.connecting.address()
     }
 
-    /// Returns what an outgoing connection needs: the lifetime that ends its attempts, and the state of
+    /// Returns the context for an outgoing connection: the lifetime that ends its attempts, and the state for
     /// [`Control::connecting`].
     pub(crate) fn dialing(&self) -> Dialing {
         Dialing {
@@ -282,7 +283,7 @@ impl Control {
         self.0.peer_is_suspect.load(Ordering::Acquire)
     }
 
-    /// Records that this side is a postcopy's destination, which checks [`Control::take_pause`].
+    /// Records that this side is the destination of a postcopy, which polls [`Control::take_pause`].
     pub(crate) fn set_takes_pages(&self) {
         self.0.takes_pages.store(true, Ordering::Release);
     }
@@ -298,7 +299,8 @@ impl Control {
     }
 
     /// Makes a destination that waits in [`Status::PostcopyPaused`] continue with a source that connects to `listener`
-    /// (`migrate-recover`). In [`Status::PostcopyRecover`] it drops the connection on which nothing is agreed yet.
+    /// (`migrate-recover`). In [`Status::PostcopyRecover`], it drops its present connection, on which it has not agreed with a
+    /// source yet.
     ///
     /// # Errors
     /// `listener` itself in any other state.
@@ -318,9 +320,9 @@ impl Control {
         lock(&self.0.recovery).is_some()
     }
 
-    /// Waits for [`Control::recover`]; `None` once the migration is stopped.
+    /// Waits for [`Control::recover`], and returns its listener; `None` once the migration is stopped.
     pub(crate) fn await_recovery(&self) -> Option<Listener> {
-        /// Duration of one wait. It does not limit the loop, which only a call or the end of the migration ends.
+        /// Duration of one wait in the loop. Only a call of [`Control::recover`] or the end of the migration ends the loop.
         const ROUND: Duration = Duration::from_secs(60);
         loop {
             let until = Instant::now() + ROUND;
@@ -334,20 +336,19 @@ impl Control {
         }
     }
 
-    /// Applies those of `options` that may change while a migration runs (`live` in the table of options). Ignores the others.
+    /// Applies the options that may change while a migration runs (`live` in the table of options). Ignores all other options.
     pub fn change(&self, options: &Options) {
         self.0.steering.change(options);
         self.0.life.wake();
     }
 
-    /// Makes a migration that has not begun share `rate` with others, in addition to its own `max-bandwidth`. A migration whose
-    /// guest is paused still counts, and does not wait.
+    /// Makes a migration that has not begun share the limit `rate` with others, in addition to its own `max-bandwidth`. While
+    /// its guest is paused, its bytes count, but the migration does not wait.
     pub fn share_rate(&self, rate: &SharedRate) {
         self.0.steering.share_rate(rate);
     }
 
-    /// Waits until `bytes` of traffic that belongs to no migration of [`Control::share_rate`] may be sent at `rate`, or until
-    /// this control is cancelled.
+    /// Waits until `bytes` of other traffic, not of a migration, may be sent at `rate`, or until this control is cancelled.
     pub fn wait_for_rate(&self, rate: &SharedRate, bytes: usize) {
         rate.wait(bytes, &self.0.life);
     }
@@ -357,14 +358,14 @@ impl Control {
         &self.0.steering
     }
 
-    /// Returns the CPU time of this side's channel threads. Each thread records its own after each packet.
+    /// Returns the CPU time of all channel threads of this side. Each thread records its CPU time after each packet.
     #[must_use]
     pub fn cpu_time(&self) -> Duration {
         let used = self.0.steering.cpu_used();
         used.into_iter().map(|(_, time)| time).sum()
     }
 
-    /// Returns the CPU time of [`Control::cpu_time`] by thread.
+    /// Returns the CPU time of each thread that [`Control::cpu_time`] includes.
     #[must_use]
     pub fn cpu_times(&self) -> Vec<ThreadCpu> {
         let thread = |(name, time): (String, Duration)| ThreadCpu {
@@ -375,7 +376,7 @@ impl Control {
         used.into_iter().map(thread).collect()
     }
 
-    /// Returns packets and pages by method so far, where each packet has its own (method auto); else empty.
+    /// Returns packets and pages by method so far; empty without method `auto`, which selects a method for each packet.
     #[must_use]
     pub fn method_figures(&self) -> Vec<MethodFigures> {
         let auto = self.0.steering.auto();
@@ -393,7 +394,7 @@ impl Control {
         }
     }
 
-    /// Waits up to `time` for [`Control::proceed`]. Returns true if it has been called since the state is
+    /// Waits up to `time` for [`Control::proceed`]. Returns true if it has been called since the migration entered
     /// [`Status::PreSwitchover`].
     pub(crate) fn may_proceed(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
@@ -426,7 +427,7 @@ impl Control {
     }
 }
 
-/// Runs one side of a migration in a thread of its own called `name`, and updates its status.
+/// Runs one side of a migration in a new thread with the name `name`, and updates the side's status.
 pub(crate) fn run_as<T: Send>(
     name: &str,
     control: &Control,

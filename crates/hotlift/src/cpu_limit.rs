@@ -1,8 +1,8 @@
-//! `cpu-limit`: one budget of CPU time that all channel threads of a side draw from.
+//! `cpu-limit`: one budget of CPU time for all channel threads of one side (source or destination).
 //!
-//! A thread records its CPU time after each packet, and sleeps until the schedule has reached it. So the limit holds on
-//! average, whatever a packet costs. At most as many threads as the limit has cores encode or decode at once: otherwise the
-//! threads of many channels would use up their time in the same moment.
+//! After each packet, a thread adds its CPU time to a common schedule, and sleeps until the end of the scheduled time. So the
+//! limit is kept on average, for cheap and for expensive packets. The limit's number of cores is also the maximum number of
+//! threads that encode or decode at once. Otherwise the threads of many channels would use up the budget at the same moment.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -14,25 +14,25 @@ use crate::life::Life;
 use crate::lock::lock;
 use crate::schedule::{Schedule, nanos_over, rescaled};
 
-/// The budget of all threads together.
+/// CPU budget of all channel threads together.
 #[derive(Debug)]
 pub(crate) struct CpuBudget {
     /// Thousandths of a core; 0 is unlimited.
     limit: AtomicU64,
     /// CPU time that each thread has used, in nanoseconds, by its name.
     used: Mutex<Vec<(String, Arc<AtomicU64>)>>,
-    /// End of the CPU time booked so far, at `limit`.
+    /// Schedule of the recorded CPU time. It ends when this time is used up at the rate of `limit`.
     schedule: Schedule,
     /// Number of threads that encode or decode.
     at_work: Mutex<u64>,
     changed: Condvar,
 }
 
-/// A thread that encodes or decodes, for as long as this lives.
+/// Guard of a thread that encodes or decodes. Another thread may begin once the guard is dropped.
 #[derive(Debug)]
 pub(crate) struct WorkingThread<'a> {
     budget: &'a CpuBudget,
-    /// Time that it had to wait.
+    /// Time that the thread had to wait before it could begin.
     pub waited: Duration,
 }
 
@@ -54,7 +54,8 @@ impl CpuBudget {
         }
     }
 
-    /// Waits until one of the limit's cores is free to encode or decode; `None` without a limit.
+    /// Waits until the number of threads that encode or decode is below the limit's number of cores. Returns `None` without a
+    /// limit.
     pub(crate) fn at_work(&self) -> Option<WorkingThread<'_>> {
         let threads = || match self.limit.load(Ordering::Relaxed) {
             0 => u64::MAX,
@@ -75,7 +76,8 @@ impl CpuBudget {
         })
     }
 
-    /// Changes the limit; 0 is unlimited. Time that is booked already is rescaled to the new one.
+    /// Changes the limit, in thousandths of a core; 0 is unlimited. CPU time that is already scheduled is rescaled to the new
+    /// limit.
     pub(crate) fn set_limit(&self, thousandths: u64) {
         let mut booked_until = self.schedule.lock();
         let before = self.limit.swap(thousandths, Ordering::Relaxed);
@@ -100,7 +102,7 @@ impl CpuBudget {
             .collect()
     }
 
-    /// Returns the counter of the calling thread, which continues that of an earlier thread with the same name.
+    /// Returns the CPU time counter of the calling thread. Threads with the same name have the same counter.
     fn of_this_thread(&self) -> Arc<AtomicU64> {
         let thread = std::thread::current();
         let name = thread.name().unwrap_or_default();
@@ -117,7 +119,7 @@ impl CpuBudget {
         self.limit.load(Ordering::Relaxed) > 0
     }
 
-    /// Books `cpu` at `now`. Returns until when the thread must sleep; `None` if it need not.
+    /// Adds `cpu` to the schedule at `now`. Returns the time until which the thread must sleep; `None` if it need not sleep.
     fn reserve(&self, cpu: Duration, now: Instant) -> Option<Instant> {
         let time = || match self.limit.load(Ordering::Relaxed) {
             0 => None,
@@ -128,16 +130,17 @@ impl CpuBudget {
     }
 }
 
-/// One thread's part of a budget.
+/// Record of one thread's CPU time in a budget.
 #[derive(Debug)]
 pub(crate) struct CpuShare<'a> {
     budget: &'a CpuBudget,
-    /// CPU time that was booked, and the count that it was added to.
+    /// CPU time of the thread at the last record, and its counter in the budget; `None` before the first call of
+    /// [`CpuShare::spend`].
     booked: Option<(Duration, Arc<AtomicU64>)>,
 }
 
 impl<'a> CpuShare<'a> {
-    /// Returns the share of the thread that calls [`CpuShare::spend`].
+    /// Creates the record for the thread that calls [`CpuShare::spend`].
     pub(crate) fn new(budget: &'a CpuBudget) -> Self {
         Self {
             budget,
@@ -145,7 +148,7 @@ impl<'a> CpuShare<'a> {
         }
     }
 
-    /// Books the CPU time of the thread since the last call, and sleeps if it exceeds the limit. Returns the time slept.
+    /// Records the CPU time of the thread since the last call, and sleeps if the budget is exceeded. Returns the time slept.
     pub(crate) fn spend(&mut self, life: &Life) -> Duration {
         let used = thread_cpu_time();
         let Some((before, count)) = &mut self.booked else {

@@ -21,39 +21,39 @@ pub struct ThreadCpu {
     pub cpu_s: f64,
 }
 
-/// Statistics of the work of one side's method. All 0 and empty for a method that no accelerator serves.
+/// Job statistics of one side's compression method. All are 0 or empty for a method that no accelerator supports.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobFigures {
-    /// Jobs of an accelerator: pages of qpl and uadk, gzip members of qatzip.
+    /// Jobs of an accelerator. A job is a page for qpl and uadk, and a gzip member for qatzip.
     pub hardware: u64,
-    /// Jobs done on the CPU, including those that an accelerator refused or failed.
+    /// Jobs done on the CPU, including jobs that an accelerator rejected or failed to do.
     pub software: u64,
     /// Submissions repeated because the accelerator was busy.
     pub retries: u64,
-    /// Pages that did not shrink and travelled as they are.
+    /// Pages that did not shrink, and were sent uncompressed.
     pub raw_pages: u64,
     /// Drivers of the accelerators, as in "libqpl 1.9.0".
     pub devices: Vec<String>,
-    /// Reason why an accelerator was not used, or not until the end.
+    /// Reason why an accelerator was not used, or not until the end; `None` without such a reason.
     pub fallback: Option<String>,
 }
 
-/// Bytes written, by where and when, as QEMU counts them: the sum is `transferred_bytes`.
+/// Bytes written, by channel and phase, as QEMU counts them. Their sum is `transferred_bytes`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ByteFigures {
-    /// To multifd channels.
+    /// Bytes written to multifd channels.
     pub multifd: u64,
-    /// To the main channel while the guest ran here.
+    /// Bytes written to the main channel while the guest ran at the source.
     pub precopy: u64,
-    /// To the main channel while the guest was paused.
+    /// Bytes written to the main channel while the guest was paused.
     pub downtime: u64,
-    /// To the main channel while the guest ran at the destination, without some of its pages.
+    /// Bytes written to the main channel while the guest ran at the destination, without some of its pages.
     #[serde(default)]
     pub postcopy: u64,
 }
 
 impl ByteFigures {
-    /// Returns the sum of all.
+    /// Returns the sum of all four figures, in bytes.
     #[must_use]
     pub fn sum(self) -> u64 {
         self.multifd + self.precopy + self.downtime + self.postcopy
@@ -67,46 +67,45 @@ pub struct XbzrleFigures {
     pub cache_bytes: u64,
     /// Bytes of XBZRLE pages sent.
     pub bytes: u64,
-    /// Pages sent as XBZRLE. They also count as normal pages, as they do at the destination. A page without any change is not
-    /// sent, and counts as neither.
+    /// Pages sent as XBZRLE. They are also counted as normal pages. A page without any change is neither sent nor counted.
     pub pages: u64,
-    /// Pages that the cache did not hold.
+    /// Pages that were not found in the cache.
     pub cache_misses: u64,
-    /// `cache_misses` over the pages looked up, in the last round.
+    /// `cache_misses` divided by the pages looked up, in the last round.
     pub cache_miss_rate: f64,
-    /// Bytes of the pages over bytes sent for them, in the last round.
+    /// Bytes of the pages divided by the bytes sent for them, in the last round.
     pub encoding_rate: f64,
-    /// Pages whose changes took more room than the page.
+    /// Pages whose delta would have been longer than the page.
     pub overflows: u64,
 }
 
-/// Packets of one of the methods that `auto` chooses from.
+/// Packets of one method and level that `auto` has selected.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct MethodFigures {
     /// The method's name.
     pub name: String,
-    /// Its level; `None` for a method without levels.
+    /// Level of the method; `None` for a method without levels.
     pub level: Option<i8>,
     /// Packets sent with this method.
     pub packets: u64,
-    /// Pages in them that have content.
+    /// Pages with content in these packets.
     pub pages: u64,
-    /// Bytes of these pages.
+    /// Bytes of these pages before encoding.
     pub bytes_in: u64,
-    /// Bytes of their payloads.
+    /// Bytes of the packets' payloads, after encoding.
     pub bytes_out: u64,
-    /// CPU time of encoding and sending them at the source, in seconds.
+    /// CPU time of encoding and sending the packets at the source, in seconds.
     pub core_seconds: f64,
 }
 
-/// A moment of a migration whose packets each have their own method.
+/// Statistics of method `auto` for one interval of a migration.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct MethodMoment {
-    /// End of the moment, in milliseconds since the request to migrate.
+    /// End of the interval, in milliseconds since the request to migrate.
     pub ms: f64,
     /// Bytes that the link delivered, per second.
     pub link_bytes_per_s: f64,
-    /// Share of the pages with content, by method and level, 0 to 1.
+    /// Share of each method and level in the pages with content, 0 to 1.
     pub shares: BTreeMap<String, f64>,
 }
 
@@ -116,7 +115,7 @@ pub fn shares_of(methods: &[MethodFigures]) -> String {
     let all: u64 = methods.iter().map(|one| one.pages).sum();
     let mut methods: Vec<_> = methods.iter().collect();
     methods.sort_by_key(|one| std::cmp::Reverse(one.pages));
-    // Less than half a percent is not worth a mention.
+    // Shares below half a percent are left out.
     let shares = methods.iter().filter_map(|one| {
         let percent = ratio(to_f64(one.pages) * 100.0, to_f64(all));
         (percent >= 0.5).then(|| format!("{percent:.0} % {}", one.label()))
@@ -140,16 +139,17 @@ impl MethodFigures {
 pub struct SideFigures {
     /// CPU time of all migration threads, in seconds. The guest's own threads are not counted.
     pub cpu_s: f64,
-    /// `cpu_s` over the migration's total time, in percent; 100 is one core.
+    /// `cpu_s` divided by the migration's total time, in percent; 100 is one core.
     pub cpu_percent: f64,
     /// `cpu_s` per GiB of normal (non-zero) pages; 0 if there were none.
     pub core_s_per_gib: f64,
-    /// CPU time of each of these threads.
+    /// CPU time of each migration thread.
     pub threads: Vec<ThreadCpu>,
     /// Statistics of the work of the method.
     #[serde(default)]
     pub jobs: JobFigures,
-    /// Statistics of zero page detection on devices, if it is on: pages checked by devices, and by the CPU instead.
+    /// Statistics of zero page detection by devices, if it is on: `hardware` counts pages checked by devices, `software` pages
+    /// checked by the CPU instead.
     #[serde(default)]
     pub zero_jobs: JobFigures,
 }
@@ -176,80 +176,81 @@ impl SideFigures {
     }
 }
 
-/// The outcome of a migration as the source saw it.
+/// The outcome of a migration, measured at the source.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct SourceReport {
-    /// From the request to migrate until the destination runs the guest, in milliseconds.
+    /// Time from the request to migrate until the destination runs the guest, in milliseconds.
     pub total_ms: f64,
-    /// From the request to migrate until the first page may be sent, in milliseconds.
+    /// Time from the request to migrate until the first page may be sent, in milliseconds.
     pub setup_ms: f64,
-    /// From the request to stop the vCPUs here until the report that they run there, in milliseconds.
+    /// Time from the request to stop the vCPUs at the source until the report that they run at the destination, in
+    /// milliseconds.
     pub downtime_ms: f64,
-    /// Passes over the dirty pages, the last with the guest stopped; at least 2.
+    /// Number of rounds (passes over the dirty pages). The guest is stopped in the last round. At least 2.
     pub rounds: u64,
     /// Bytes written to all sockets.
     pub transferred_bytes: u64,
-    /// `transferred_bytes` × 8 over total time less setup time, in 10^6 bit/s.
+    /// `transferred_bytes` × 8 divided by (total time - setup time), in 10^6 bit/s.
     pub throughput_mbps: f64,
-    /// Guest pages (zero and normal) settled per second of total time.
+    /// Guest pages (zero and normal) sent per second of total time.
     pub pages_per_second: f64,
     /// Pages sent with their content.
     pub normal_pages: u64,
     /// Pages sent as zero.
     pub zero_pages: u64,
-    /// Bytes of normal pages over `transferred_bytes`; 0 if nothing was normal.
+    /// Bytes of normal pages divided by `transferred_bytes`; 0 without normal pages.
     pub ratio: f64,
-    /// Reads of the dirty log, its start included: one more than rounds.
+    /// Number of reads of the dirty log, including the start of the log: one more than `rounds`.
     #[serde(default)]
     pub dirty_syncs: u64,
-    /// Bytes, by where they went; `transferred_bytes` is their sum.
+    /// Bytes written, by channel and phase. `transferred_bytes` is their sum.
     #[serde(default)]
     pub bytes: ByteFigures,
-    /// Largest share that auto-converge took from the vCPUs, in percent; 0 if it was not needed.
+    /// Largest share of the vCPUs' time that auto-converge removed, in percent; 0 if it was not needed.
     #[serde(default)]
     pub throttle_percent: u8,
-    /// True if auto-converge had to slow the guest down, and this guest does not support it.
+    /// True if auto-converge had to slow the guest down, but the guest does not support this.
     #[serde(default)]
     pub throttle_refused: bool,
-    /// Pages that the guest has requested, in postcopy.
+    /// Pages that the guest has requested in postcopy.
     #[serde(default)]
     pub postcopy_requests: u64,
-    /// Statistics of XBZRLE, if it was on.
+    /// Statistics of XBZRLE; `None` if it was off.
     #[serde(default)]
     pub xbzrle: Option<XbzrleFigures>,
-    /// Packets by method, if each packet has its own method.
+    /// Packets by method; empty without method `auto`, which selects a method for each packet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub methods: Vec<MethodFigures>,
-    /// Packets sent with another method than the best known one, to learn the cost of that method.
+    /// Packets sent with a method that was not the best known, to learn the method's cost.
     #[serde(default)]
     pub explored_packets: u64,
-    /// `methods` over time.
+    /// Statistics of method `auto` over time.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub timeline: Vec<MethodMoment>,
-    /// Cost on this side.
+    /// CPU cost at the source.
     pub side: SideFigures,
 }
 
-/// The outcome of a migration as the destination saw it.
+/// The outcome of a migration, measured at the destination.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct DestinationReport {
-    /// From the first connection until the guest runs here, in milliseconds.
+    /// Time from the first connection until the guest runs at the destination, in milliseconds.
     pub total_ms: f64,
     /// Pages received with their content.
     pub normal_pages: u64,
     /// Pages received as zero.
     pub zero_pages: u64,
-    /// Figures of postcopy, if the guest ran before all its pages were there.
+    /// Figures of postcopy; `None` if the guest did not run before all its pages had arrived.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub postcopy: Option<Box<PostcopyFigures>>,
-    /// Cost on this side.
+    /// CPU cost at the destination.
     pub side: SideFigures,
 }
 
-/// Figures of a guest that ran before all its pages were there.
+/// Figures of a guest that ran before all its pages had arrived (postcopy).
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct PostcopyFigures {
-    /// From the first connection until all pages were there, in milliseconds.
+    /// Time from the first connection until all pages had arrived, in milliseconds.
     pub complete_ms: f64,
     /// Pages that arrived while the guest ran.
     pub pages: u64,
@@ -257,7 +258,7 @@ pub struct PostcopyFigures {
     pub requests: u64,
     /// Wait for a page that the guest touched, in microseconds: the median, the 99th percentile, and the longest.
     pub wait_us: [f64; 3],
-    /// Waits by thread, with `postcopy-blocktime`.
+    /// Waits by thread; `None` without `postcopy-blocktime`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blocktime: Option<BlocktimeFigures>,
 }
@@ -279,7 +280,7 @@ pub struct BlocktimeFigures {
     pub vcpu_mean_ns: Vec<u64>,
     /// Mean wait of threads other than vCPUs, in nanoseconds.
     pub other_mean_ns: u64,
-    /// Number of waits of any thread by duration: the n-th from 2^n microseconds to twice that.
+    /// Number of waits of all threads, by duration. Entry n counts the waits from 2^n to 2^(n+1) microseconds.
     pub by_time: Vec<u64>,
 }
 
@@ -311,7 +312,8 @@ impl SourceReport {
 
 /// Running counters of one thread, which other threads read.
 ///
-/// Aligned to two cache lines (the CPU prefetches lines in pairs), so that channels do not slow each other by counting.
+/// Aligned to two cache lines, because the CPU prefetches lines in pairs. Otherwise channels that count at the same time would
+/// slow each other down.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct Counters {
@@ -329,7 +331,7 @@ pub(crate) struct Counts {
 }
 
 impl Counters {
-    /// Returns counters for each multifd channel, with its opening packet counted.
+    /// Creates the counters of each multifd channel. The bytes of the channel's opening packet are already counted.
     pub(crate) fn of_channels(channels: usize) -> Vec<Self> {
         let counters: Vec<_> = (0..channels).map(|_| Self::default()).collect();
         for channel in &counters {
@@ -338,7 +340,7 @@ impl Counters {
         counters
     }
 
-    /// Returns the counters of one side: those of its channels, and those of main at the end.
+    /// Creates the counters of one side: for each multifd channel, and then for main.
     pub(crate) fn of_side(channels: usize) -> Vec<Self> {
         let mut counters = Self::of_channels(channels);
         counters.push(Self::default());
@@ -386,7 +388,7 @@ impl std::iter::Sum for Counts {
     }
 }
 
-/// Returns `numerator / denominator`, or 0 where nothing was counted.
+/// Returns `numerator / denominator`, or 0 if the denominator is 0.
 pub(crate) fn ratio(numerator: f64, denominator: f64) -> f64 {
     if denominator > 0.0 {
         numerator / denominator
@@ -401,12 +403,12 @@ pub(crate) fn to_f64(count: u64) -> f64 {
     count as f64
 }
 
-/// The latest of many durations.
+/// The latest durations, for percentiles; older ones are dropped.
 #[derive(Debug, Default)]
 pub(crate) struct LatestTimes(VecDeque<u32>);
 
 impl LatestTimes {
-    /// Number of durations that are kept: 4 MiB.
+    /// Maximum number of durations that are kept. They take 4 MiB.
     const KEPT: usize = 1 << 20;
 
     /// Adds a duration.
@@ -417,7 +419,7 @@ impl LatestTimes {
         self.0.push_back(micros(took));
     }
 
-    /// Returns the median, the 99th percentile, and the longest, in microseconds; 0 without any.
+    /// Returns the median, the 99th percentile, and the longest duration, in microseconds; 0 without durations.
     pub(crate) fn percentiles(&self) -> [f64; 3] {
         let mut all: Vec<_> = self.0.iter().copied().collect();
         all.sort_unstable();

@@ -1,15 +1,20 @@
 //! Interface between the engine and a virtual machine.
 //!
-//! The trait fits a guest in this process (the built-in guests, a Rust VMM that embeds the crate), and one in another process
-//! that shares its memory as memfds. Hence memory is a list of [`RamBlock`]s, dirty pages are added to a bitmap that the engine
-//! owns, and pausing is a request. A relay needs no guest: its pages are only in transit.
+//! The trait supports a guest in this process (the built-in guests, a Rust VMM that embeds the crate), and a guest in another
+//! process that shares its memory as memfds. For this reason:
+//!
+//! - memory is a list of [`RamBlock`]s
+//! - dirty pages are added to a bitmap that the engine owns
+//! - pausing is a request
+//!
+//! A relay needs no [`Guest`], because it only forwards pages.
 
 use std::error::Error;
 use std::sync::Arc;
 
 use hotlift_mem::{DirtyBitmap, RamBlock};
 
-/// A guest's failure to do what the engine asked for.
+/// Error of a guest that could not do what the engine requested.
 #[derive(Debug, thiserror::Error)]
 #[error("guest could not {action}")]
 pub struct GuestError {
@@ -31,12 +36,12 @@ impl GuestError {
 }
 
 /// One device section of the stream (QEMU's FULL section). The destination's device with the same `idstr` and `instance_id`
-/// loads it before its vCPUs run.
+/// loads it before the vCPUs run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceState {
     /// Name of the device, 1 to 255 bytes.
     pub idstr: String,
-    /// Distinguishes devices of one name (the vCPU's index, for vCPUs).
+    /// Number that distinguishes devices with the same name; for a vCPU, its index.
     pub instance_id: u32,
     /// Version of the payload's layout.
     pub version_id: u32,
@@ -44,20 +49,20 @@ pub struct DeviceState {
     pub payload: Vec<u8>,
 }
 
-/// Announces a guest once, see [`Guest::announcer`].
+/// Function that announces a guest to the network once, see [`Guest::announcer`].
 pub type Announcer = Box<dyn FnMut() + Send>;
 
 /// A virtual machine that can be migrated.
 ///
-/// Dirty pages follow QEMU's order of events: a bit is fetched and cleared *before* its page is
-/// read, so a write during the read marks it again. `sync_dirty_log` fetches; where the hypervisor
-/// clears separately (KVM's manual protect), `clear_dirty_log` clears, and the engine calls it for a
-/// range before it reads any page of that range.
+/// The dirty log follows QEMU's order: a page's dirty bit is fetched and cleared *before* the page is read. So a write during
+/// the read sets the bit again. `sync_dirty_log` fetches the bits. If the hypervisor clears them separately (KVM's manual
+/// protect), `clear_dirty_log` clears them. The engine calls it for a range of pages before it reads any page of the range.
 pub trait Guest: Send + Sync {
-    /// Returns the machine name, which the destination compares (QEMU's configuration record).
+    /// Returns the name of the machine (in QEMU's configuration record). The destination compares the name with its own
+    /// machine's.
     fn machine(&self) -> &str;
 
-    /// Returns the VM's UUID, which is compared on each channel; zero if it has none.
+    /// Returns the VM's UUID, which the destination compares on each channel; zero if the VM has none.
     fn uuid(&self) -> [u8; 16];
 
     /// Returns the RAM blocks, in the order in which they are sent.
@@ -73,13 +78,13 @@ pub trait Guest: Send + Sync {
     /// Stops logging writes. Called at every end of a migration.
     fn stop_dirty_log(&self) -> Result<(), GuestError>;
 
-    /// Fetches the pages of RAM block `block` (index into [`Guest::ram`]) written since the last
-    /// call, ORs them into `into`, and returns how many bits were newly set there.
+    /// Fetches the pages of RAM block `block` (index into [`Guest::ram`]) that were written since the last call. Adds them to
+    /// `into`, and returns the number of bits newly set there.
     fn sync_dirty_log(&self, block: usize, into: &DirtyBitmap) -> Result<u64, GuestError>;
 
-    /// Re-arms logging for the pages that the last `sync_dirty_log` fetched, among `pages` pages from `first_page` (a multiple
-    /// of 64). Called concurrently from channel threads, at most once per range and round, before a page of the range is read.
-    /// A guest whose fetch also clears does nothing.
+    /// Clears the dirty log for the pages that the last `sync_dirty_log` fetched, among `pages` pages from `first_page` (a
+    /// multiple of 64). Later writes to these pages are logged again. Called concurrently from channel threads, at most once
+    /// per range and round, before a page of the range is read. A guest whose `sync_dirty_log` also clears does nothing.
     fn clear_dirty_log(
         &self,
         block: usize,
@@ -93,22 +98,22 @@ pub trait Guest: Send + Sync {
     /// Lets the vCPUs run (again). Idempotent.
     fn resume(&self) -> Result<(), GuestError>;
 
-    /// Takes `percent` of the vCPUs' time away from them until the next call, 0 to 99, for auto-converge; 0 ends it. Called a
-    /// few times a second at most. Returns false if this guest cannot be slowed down.
+    /// Reduces the vCPUs' time by `percent` (0 to 99) until the next call, for auto-converge; 0 ends the reduction. Called at
+    /// most a few times a second. Returns false if this guest cannot be slowed down.
     fn throttle(&self, percent: u8) -> bool {
         let _ = percent;
         false
     }
 
-    /// Returns the kernel's ids of the vCPUs' threads, in the order of the vCPUs, for `postcopy-blocktime`. Empty if they are
-    /// not known.
+    /// Returns the kernel's thread ids of the vCPUs, in the order of the vCPUs, for `postcopy-blocktime`. Empty if they are not
+    /// known.
     fn vcpu_threads(&self) -> Vec<u32> {
         Vec::new()
     }
 
-    /// Returns the function that announces the guest's new location to the network (ARP, RARP). The destination calls it
-    /// `announce-rounds` times once the guest runs, on a thread of its own that may outlive the migration. `None` if there is
-    /// nothing to announce, as without a network card.
+    /// Returns the function that announces the guest's new location to the network (ARP, RARP); `None` if there is nothing to
+    /// announce, as without a network card. The destination calls the function `announce-rounds` times once the guest runs, in
+    /// a separate thread that may outlive the migration.
     fn announcer(&self) -> Option<Announcer> {
         None
     }
@@ -116,6 +121,7 @@ pub trait Guest: Send + Sync {
     /// Returns the state of all devices, vCPUs included, of a paused guest.
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError>;
 
-    /// Loads the state of all devices into a guest that has not run. Nothing in it is trusted.
+    /// Loads the state of all devices into a guest that has not run. The guest must validate the state, because it comes from a
+    /// peer.
     fn load_devices(&self, devices: Vec<DeviceState>) -> Result<(), GuestError>;
 }
