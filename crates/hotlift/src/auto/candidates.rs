@@ -1,17 +1,17 @@
-//! Encodings that a packet can be sent in.
+//! Encodings of a packet: each is a method with a level.
 
 use hotlift_methods::{Accelerator, METHODS, MethodInfo};
 use hotlift_wire::multifd::Method;
 
-/// A method and its level.
+/// An encoding that method `auto` may select: a method and its level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Candidate {
     pub method: Method,
-    /// Level; 0 for a method without levels, or at its default.
+    /// Compression level; 0 if the method has no levels, or for its default level.
     pub level: i8,
 }
 
-/// Reader of the channels.
+/// Program that reads the channels at the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reader {
     /// A Hotlift, which reads any method in each packet.
@@ -20,21 +20,22 @@ pub(crate) enum Reader {
     Qemu(Method),
 }
 
-/// Estimated cost of a candidate before this migration has measured it: from nine Silesia files in packets of 512 KiB on an AMD
-/// EPYC. Measured values replace it after the first packets.
+/// Estimated cost of a candidate, used until this migration has measured the candidate. Origin: nine files of the Silesia
+/// corpus, in packets of 512 KiB, on an AMD EPYC.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CostEstimate {
-    /// CPU time in ns per byte: to encode incompressible content, and content that a fast codec reduces to 0.4.
+    /// Source's CPU time in ns to encode a byte. First value: incompressible content. Second value: content that lz4 compresses
+    /// to 40 % of its size.
     encode: [f64; 2],
-    /// CPU time in ns of the destination per byte.
+    /// Destination's CPU time in ns to decode a byte.
     pub decode: f64,
-    /// Exponent: content that a fast codec reduces to a share `s` is reduced to `s` to this power.
+    /// Exponent: if lz4 compresses content to the fraction `s` of its size, this candidate compresses it to `s` to this power.
     power: f64,
 }
 
 impl CostEstimate {
-    /// Returns the CPU time in ns to encode a byte of content that a fast codec reduces to the share `left`. The time grows
-    /// with the share; above 0.75 it approaches that of incompressible content, which codecs abort early.
+    /// Returns the CPU time in ns to encode a byte. `left` is the compressed size with lz4, as a fraction of the original size.
+    /// The time grows with `left`. Above 0.75 it approaches the time for incompressible content, which codecs abort early.
     pub(crate) fn encode(&self, left: f64) -> f64 {
         const ABORT_SHARE: f64 = 0.75;
         let [hopeless, usual] = self.encode;
@@ -46,7 +47,7 @@ impl CostEstimate {
         search(ABORT_SHARE) + (hopeless - search(ABORT_SHARE)) * beyond
     }
 
-    /// Returns the share that this candidate leaves.
+    /// Returns this candidate's compressed size, as a fraction of the original size. `left` is the same fraction with lz4.
     pub(crate) fn left(&self, left: f64) -> f64 {
         left.clamp(0.01, 1.0).powf(self.power)
     }
@@ -89,8 +90,8 @@ const LZ4: Candidate = Candidate {
     level: 0,
 };
 
-/// All candidates with their estimates. Levels of zstd between these cost and save about as much as their neighbours. Above 9
-/// each level takes twice the time of the one before and saves 1 % of the bytes.
+/// All candidates with their estimates. Levels of zstd that are not listed cost and save about as much as a neighbour in the
+/// list. Above level 9, each level takes twice the time of the previous level and saves 1 % of the bytes.
 const TABLE: [(Candidate, CostEstimate); 18] = [
     (RAW, guess([0.0, 0.0], 0.3, 0.0)),
     (LZ4, guess([0.3, 2.0], 0.4, 1.0)),
@@ -103,19 +104,19 @@ const TABLE: [(Candidate, CostEstimate); 18] = [
     (zstd(5), guess([8.0, 11.0], 1.5, 1.78)),
     (zstd(7), guess([12.0, 17.7], 1.5, 1.82)),
     (zstd(9), guess([15.0, 21.2], 1.5, 1.84)),
-    // ISA-L encodes level 1, zlib-rs the others at several times its cost: levels 2 and 3 are left out.
+    // ISA-L encodes level 1. zlib-rs encodes the others at several times the cost of level 1: levels 2 and 3 are left out.
     (zlib(1), guess([3.0, 3.4], 2.1, 1.55)),
     (zlib(4), guess([10.0, 12.5], 1.9, 1.66)),
     (zlib(6), guess([14.0, 18.0], 1.9, 1.70)),
     (zlib(9), guess([20.0, 45.0], 1.9, 1.72)),
-    // The time of devices is unknown in advance: estimated like lz4, so that they are tried.
+    // The time of a device is unknown in advance. The estimate is that of lz4, so the controller tries the device.
     (device(Method::Qpl), guess([1.0, 2.0], 1.7, 1.2)),
     (device(Method::Uadk), guess([1.0, 2.0], 1.7, 1.2)),
     (device(Method::Qatzip), guess([1.0, 2.0], 1.7, 1.5)),
 ];
 
 impl Candidate {
-    /// Returns the candidates for that reader.
+    /// Returns the candidates that `reader` can decode.
     pub(crate) fn all_for(reader: Reader, accelerator: Accelerator) -> Vec<Self> {
         match reader {
             Reader::Hotlift => Self::of_hotlifts(accelerator),
@@ -127,10 +128,11 @@ impl Candidate {
         }
     }
 
-    /// Returns the candidates between two Hotlifts: those of the CPU, and each available and permitted accelerator. Excludes
-    /// zstd's levels below 1, which are best for no class of content: compared with lz4, level 1 saves at least as many bytes
-    /// per ns of CPU time at both ends. Trying them took 5 % of the time at 2.5 Gbit/s. Excludes zlib, because zstd leaves
-    /// fewer bytes in less time.
+    /// Returns the candidates between two Hotlifts: the methods of the CPU, and each available and permitted accelerator.
+    ///
+    /// Excludes zstd's levels below 1, which are best for no class of content: level 1 saves at least as many bytes as lz4 per
+    /// ns of CPU time at both ends. To try them took 5 % of the time at 2.5 Gbit/s. Excludes zlib, because zstd leaves fewer
+    /// bytes in less time.
     pub(crate) fn of_hotlifts(accelerator: Accelerator) -> Vec<Self> {
         let all = TABLE.iter().map(|(one, _)| *one);
         all.filter(|one| match one.on_a_device() {
@@ -140,7 +142,7 @@ impl Candidate {
         .collect()
     }
 
-    /// Returns the candidate's method, if an accelerator encodes it.
+    /// Returns the candidate's method if an accelerator encodes it; `None` if the CPU does.
     fn on_a_device(&self) -> Option<&'static MethodInfo> {
         let info = METHODS.iter().find(|info| info.flag == self.method.flag());
         info.filter(|info| info.hardware.is_some())

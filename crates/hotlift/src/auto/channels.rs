@@ -17,34 +17,35 @@ use crate::figures::{MethodFigures, to_f64};
 use crate::lock::lock;
 use crate::options::{Goal, StreamOptions};
 
-/// Minimum count of a method's pages before the destination's reported time for them is used: one packet.
+/// Minimum count of pages in a destination's report of a method's decoding time: one packet. Reports of fewer pages are
+/// ignored.
 const ENOUGH_PAGES: f64 = 128.0;
 
-/// Highest plausible time per byte in a destination's report, in ns; more is an error, or a forged value.
+/// Maximum plausible decoding time in a destination's report, in ns per byte. A longer time is an error or a forged value.
 const MAX_NANOS_PER_BYTE: f64 = 1000.0;
 
-/// Method `auto` of one migration.
+/// Shared state of method `auto` for all channels of one migration.
 #[derive(Debug)]
 pub(crate) struct Auto {
     begun: Instant,
     goal: Mutex<Goal>,
     accelerator: Accelerator,
     link: Mutex<LinkMeter>,
-    /// Cached [`LinkMeter::bytes_in_flight`].
+    /// Cached result of [`LinkMeter::bytes_in_flight`].
     in_flight: AtomicU32,
-    /// Share of the channels' waits that the wire causes, in thousandths.
+    /// Portion of the channels' waiting time that the wire causes, in thousandths.
     share_of_wire: AtomicU32,
-    /// Last report of the destination.
+    /// Last load report of the destination.
     destination: Mutex<Load>,
-    /// Candidates, set once the reader is known.
+    /// Candidates; unset until the program that reads the channels is known.
     choices: OnceLock<Choices>,
 }
 
-/// Candidates, and their statistics.
+/// The candidates, their controller, and their statistics.
 #[derive(Debug)]
 struct Choices {
     candidates: Vec<Candidate>,
-    /// Candidate that sends pages uncompressed, if there is one.
+    /// Index of the uncompressed candidate; `None` if the reader accepts no uncompressed packets.
     raw: Option<usize>,
     controller: Mutex<Controller>,
     tallies: Vec<CandidateStats>,
@@ -55,9 +56,9 @@ struct Choices {
 struct LinkState {
     /// Result of [`LinkMeter::waits_for`].
     waits_for: [f64; 2],
-    /// Time of the wire per byte, in ns; 0 while unknown.
+    /// Time of the wire to transmit a byte, in ns; 0 while unknown.
     nanos_per_byte: f64,
-    /// Share of the time in which no channel had data on the wire.
+    /// Fraction of the time, 0 to 1, in which no channel had data on the wire.
     idle: f64,
 }
 
@@ -75,33 +76,33 @@ struct CandidateStats {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct EncodingCost {
     pub cpu: Duration,
-    /// Time of the thread: with an accelerator, includes the wait for it.
+    /// Elapsed time of the channel thread; includes its wait for an accelerator.
     pub thread: Duration,
 }
 
-/// A packet that was sent, and the thread's time since the end of the previous one.
+/// Measurements of a sent packet. Times begin at the end of the channel thread's previous packet.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sent {
     pub candidate: usize,
     pub probe: PacketProbe,
-    /// Cost of the encoding, if the packet was encoded.
+    /// Cost of the encoding; `None` if the packet was sent uncompressed.
     pub encode: Option<EncodingCost>,
     pub pages: usize,
-    /// Bytes of its pages.
+    /// Size of the packet's pages in bytes.
     pub bytes_in: usize,
-    /// Bytes of its payload.
+    /// Size of the packet's payload in bytes.
     pub bytes_out: usize,
-    /// CPU time of the write.
+    /// CPU time of the system calls that wrote the packet.
     pub send: Duration,
     pub elapsed: Duration,
-    /// Part of `elapsed` in which `max-bandwidth` delayed it.
+    /// Part of `elapsed` in which the rate limit `max-bandwidth` delayed the packet.
     pub paced: Duration,
-    /// Part of `elapsed` in which the socket blocked it.
+    /// Part of `elapsed` in which the socket had no room for the packet.
     pub blocked: Duration,
 }
 
 impl Auto {
-    /// Creates the state for a migration with these options, if they select `auto`.
+    /// Creates the state of method `auto`; returns `None` if the options select another method.
     pub(crate) fn of(options: &StreamOptions, goal: Goal) -> Option<Self> {
         let is_auto = options.multifd() && options.multifd_compression.is_auto();
         is_auto.then(|| Self::new(goal, options.accelerator))
@@ -120,7 +121,7 @@ impl Auto {
         }
     }
 
-    /// Sets the reader of the channels. Must be called before the first packet; later calls are ignored.
+    /// Sets the program that reads the channels. Must be called before the first packet; later calls are ignored.
     pub(crate) fn reader_is(&self, reader: Reader) {
         self.choices
             .get_or_init(|| self.among(Candidate::all_for(reader, self.accelerator)));
@@ -140,7 +141,7 @@ impl Auto {
     }
 
     fn choices(&self) -> &Choices {
-        // Without a known reader, pages are sent uncompressed.
+        // While the reader is unknown, pages are sent uncompressed.
         self.choices.get_or_init(|| self.among(vec![RAW]))
     }
 
@@ -160,12 +161,12 @@ impl Auto {
         self.choices().candidates[index]
     }
 
-    /// Returns the candidate that sends pages uncompressed, if there is one.
+    /// Returns the index of the uncompressed candidate; `None` if the reader accepts no uncompressed packets.
     pub(crate) fn raw(&self) -> Option<usize> {
         self.choices().raw
     }
 
-    /// Returns the method of packets that are not encoded: without content, or uncompressed.
+    /// Returns the method to write into the header of a packet that has no payload or an uncompressed payload.
     pub(crate) fn unencoded_method(&self) -> Method {
         match self.raw() {
             Some(_) => Method::None,
@@ -173,7 +174,7 @@ impl Auto {
         }
     }
 
-    /// Records the end of a pause without pages: that time counts neither for the wire nor for the threads.
+    /// Excludes the time since the last packet from all measurements, after a pause in which there were no pages to send.
     pub(crate) fn resumed(&self) {
         lock(&self.link).resumed();
         let now = self.begun.elapsed();
@@ -184,16 +185,16 @@ impl Auto {
         self.controller().choose(probe)
     }
 
-    /// Returns how many of a channel's `unacknowledged` bytes wait for the wire: excludes those in transit, and those that wait
-    /// for the destination. Returns 0 before the first packets are through.
+    /// Returns the count of a channel's bytes that wait for the wire. Subtracts from `unacknowledged` the bytes in transit, and
+    /// the bytes that wait for the destination. Returns 0 before the first measurements.
     pub(crate) fn waiting(&self, unacknowledged: u32) -> u32 {
         let waiting = unacknowledged.saturating_sub(self.in_flight.load(Ordering::Relaxed));
         let share = self.share_of_wire.load(Ordering::Relaxed);
         whole(f64::from(waiting) * f64::from(share) / 1000.0)
     }
 
-    /// Records a packet. `sockets` are those of all channels, and `paced` is the time per byte that `max-bandwidth` allows, in
-    /// ns; 0 without a limit.
+    /// Records a sent packet and samples the sockets. `sockets` are the sockets of all channels. `paced` is the time per byte
+    /// that the rate limit `max-bandwidth` enforces, in ns; 0 without a limit.
     pub(crate) fn sent<'s>(
         &self,
         sent: &Sent,
@@ -266,7 +267,7 @@ impl Auto {
         free
     }
 
-    /// Processes the destination's load report.
+    /// Records the load report of the destination: its decoding times, and the time in which its threads had nothing to read.
     pub(crate) fn destination(&self, load: &Load) {
         let mut last = lock(&self.destination);
         let since = |now: u64, before: u64| to_f64(now.saturating_sub(before));
@@ -295,22 +296,22 @@ impl Auto {
         }
     }
 
-    /// Returns the current bottleneck.
+    /// Returns the current bottleneck: the link or the CPUs.
     pub(crate) fn scarce(&self) -> Bottleneck {
         self.controller().scarce()
     }
 
-    /// Returns the count of packets sent with a candidate other than the best one, to measure its cost.
+    /// Returns the count of packets sent with a candidate that was not the best one, only to measure that candidate's cost.
     pub(crate) fn explored(&self) -> u64 {
         self.controller().explored()
     }
 
-    /// Returns the recent rate of the wire in bytes per second.
+    /// Returns the bytes per second that the wire delivered recently.
     pub(crate) fn link_bytes_per_second(&self) -> f64 {
         lock(&self.link).bytes_per_second()
     }
 
-    /// Returns the statistics of each method so far, without unused candidates.
+    /// Returns the statistics of each method since the start of the migration. Omits unused methods.
     pub(crate) fn figures(&self) -> Vec<MethodFigures> {
         let Some(choices) = self.choices.get() else {
             return Vec::new();

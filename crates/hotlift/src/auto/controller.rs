@@ -1,25 +1,25 @@
 //! Selects the encoding of each packet: a pure function of the observations.
 //!
-//! One number is learnt, the **price**: the CPU time that a byte less on the wire is worth. A packet is sent with the lowest
-//! cost: its CPU time plus its bytes at that price. At a price of zero that is the uncompressed packet; the higher the price,
-//! the stronger the compression. So each useful candidate has its own range of prices, and a candidate that never pays off for
-//! this content on these hosts is never selected.
+//! The controller learns one number, the **price**: the CPU time that one byte less on the wire is worth. It selects the
+//! encoding with the lowest cost: CPU time plus bytes at that price. At a price of zero that is the uncompressed packet. The
+//! higher the price, the stronger the compression. So each useful candidate has its own range of prices, and a candidate that
+//! never pays off for this content on these hosts is never selected.
 //!
 //! # Learning the price
 //!
 //! When a thread waits for the wire, fewer bytes would have saved time, and CPU time was available. When the wire is idle, CPU
 //! time was short, and more bytes would have cost nothing. So waiting time raises the price, and idle time of the wire lowers
 //! it. Throughput is highest where waiting time / idle time = price of a byte / CPU time available while the wire sends a byte.
-//! Both count only if a higher or lower price would have changed the packet's encoding: a wait behind incompressible content
-//! teaches nothing.
+//! Waiting time counts only if a higher price would have changed the packet's encoding, and idle time only if a lower price
+//! would have. For example, a wait after incompressible content teaches nothing.
 //!
-//! The kernel's queues hold less than a packet per channel, so an average is not enough: when content changes, one of the two
-//! sides stops before any average reacts. Each packet's price is therefore the learnt one, raised if the channel's queue is
-//! full, and lowered if it is empty. This also mixes two candidates, so that wire and CPUs are both fully used where one
+//! The kernel's queues contain less than a packet per channel, so an average is not enough: when content changes, the wire or
+//! the CPUs become idle before any average reacts. So each packet's price is the learnt price, raised if the channel's queue is
+//! full, and lowered if it is empty. As a result two candidates are mixed, and wire and CPUs are both fully used where one
 //! candidate alone would leave one of them idle.
 //!
-//! If encoding a packet takes longer than the channel's queue lasts, the wire is idle, unless another channel has data for it.
-//! Idle time costs the bytes that the wire could have sent in that time.
+//! If a packet's encoding takes longer than the channel's queue lasts, the wire is idle, unless another channel has data to
+//! send. Idle time costs the bytes that the wire could have sent in that time.
 //!
 //! CPU time of the destination also has a price, learnt from the time that threads wait for the destination.
 
@@ -35,117 +35,121 @@ use crate::options::Goal;
 /// Interval between two changes of the price.
 const WINDOW: Duration = Duration::from_millis(20);
 
-/// Limit of the windows by which a gap without packets, as between two rounds, changes the price.
+/// Maximum count of windows by which one change of the price counts. Limits the effect of a long gap without packets, for
+/// example between two rounds.
 const MAX_WINDOWS: f64 = 5.0;
 
-/// Change of the price per window, in powers of e, if all evidence agrees. The whole range from lz4 to zstd's level 9 is 6
-/// powers.
+/// Maximum change of the price per window, in powers of e. The whole range of prices from lz4 to zstd's level 9 is 6 powers of
+/// e.
 const SPEED: f64 = 0.4;
 
-/// Remaining share of the evidence after a window: it covers about 10 windows, longer than most runs of equal content.
+/// Factor on older evidence at each window. The evidence covers about 10 windows, longer than most runs of equal content.
 const EVIDENCE_DECAY: f64 = 0.9;
 
-/// Share of the time that counts as evidence of an idle wire. Without other evidence the price falls: time that is neither
-/// waited nor idle is CPU time that can be saved.
+/// Fraction of the time that always counts as idle time of the wire. So the price falls without other evidence: a thread that
+/// neither waits nor leaves the wire idle may use more CPU time than necessary.
 const IDLE_EVIDENCE: f64 = 0.01;
 
-/// Evidence below this share of the time changes the price less.
+/// Fraction of the time below which waits and idle time count as weak evidence, which changes the price less.
 const WEAK_EVIDENCE: f64 = 0.05;
 
-/// Increase of the price for a packet behind a full queue, and decrease behind an empty one, in powers of e.
+/// Change of one packet's price by the channel's queue, in powers of e: up if the queue is full, down if it is empty.
 const QUEUE: f64 = 0.7;
 
-/// Half the width of the additional variation of packets' prices, in powers of e.
+/// Maximum deviation of the even variation that is added to each packet's price, in powers of e.
 const SPREAD: f64 = 0.1;
 
-/// Ratio of a full queue's bytes to a packet's: 256 KiB to 512 KiB.
+/// Size of a channel's full queue, relative to a packet: 256 KiB to 512 KiB.
 const QUEUE_PER_PACKET: f64 = 0.5;
 
-/// Initial price: packets are uncompressed until it is known whether threads wait for the wire. With compression from the
-/// start, 512 MiB took 1.5 times as long over a link without a limit.
+/// Initial price, in ns per byte. It keeps packets uncompressed until the controller knows if threads wait for the wire. With
+/// compression from the start, 512 MiB took 1.5 times as long over a link without a limit.
 const FIRST_PRICE: f64 = 0.5;
 
-/// Time for which the price, once threads wait for the wire, is at least the CPU time available while the wire sends a byte:
-/// the first measurements are coarse.
+/// Duration of the first waits for the wire. During these waits the price is at least the CPU time available while the wire
+/// sends a byte, because the first measurements are coarse.
 const LEARNING: Duration = Duration::from_millis(60);
 
-/// Default count of channels.
+/// Assumed count of channel threads before the first measurement.
 const USUAL_THREADS: f64 = 2.0;
 
-/// Range of prices, in ns of CPU time per byte. No CPU sends a byte in less than the lower bound; the upper bound is the time
+/// Minimum and maximum price, in ns of CPU time per byte. No CPU sends a byte in less than the minimum. The maximum is the time
 /// of a byte at 1 Mbit/s.
 const PRICES: [f64; 2] = [0.01, 8000.0];
 
-/// Range of the ratio of the destination's CPU price to the source's. It is at least 1, because other processes may need the
-/// destination's CPU. With a minimum of 0.2, zstd's fast levels were selected although lz4 decodes in a third of their time.
+/// Minimum and maximum value of a ns of the destination's CPU time, relative to the source's. The minimum is 1, because other
+/// processes may need the destination's CPU. With 0.2, zstd's fast levels were selected although lz4 decodes in a third of
+/// their time.
 const FAR_PRICES: [f64; 2] = [1.0, 150.0];
 
-/// Change of the ratio in [`FAR_PRICES`] per window, in powers of e.
+/// Maximum change per window, in powers of e, of the relative value that [`FAR_PRICES`] limits.
 const FAR_SPEED: f64 = 0.2;
 
-/// Share of the time that threads may wait for the destination or the wire before it counts as a bottleneck.
+/// Maximum fraction of the time that threads may wait without a bottleneck: for the destination or for the wire.
 const WAITING: f64 = 0.02;
 
-/// One of this many packets tries a candidate that was only estimated: an accelerator, or one whose estimate is close to the
-/// best.
+/// Interval, in packets, between two packets that try a candidate that was not measured: an accelerator, or a candidate whose
+/// estimated cost is close to the best.
 const EXPLORING: u64 = 16;
 
-/// Highest cost, relative to the best one, at which an estimate counts as close to the best.
+/// Maximum estimated cost, relative to the best one, of a candidate that is worth a try.
 const CLOSE: f64 = 1.3;
 
-/// Longest encoding time of a candidate that may be tried, relative to the CPU time of all threads while the wire sends a
+/// Maximum encoding time of a candidate that may be tried, relative to the CPU time of all threads while the wire sends a
 /// packet. On a link without a limit, the tries took a tenth of the time of 512 MiB.
 const TOO_SLOW: f64 = 2.0;
 
-/// Highest useful share: content that leaves more is sent uncompressed.
+/// Maximum compressed size, as a fraction of the original size, of content that is worth compressing. Above it, content is sent
+/// uncompressed.
 const USELESS: f64 = 0.98;
 
-/// After this many uncompressed packets in a row, sampling is limited to the share `SAMPLING_SHARE` of the time: one packet in
-/// `MIN_RETRY_INTERVAL` if packets take long, down to one in `MAX_RETRY_INTERVAL`.
+/// Count of consecutive uncompressed packets after which few packets are sampled: sampling then takes at most `SAMPLING_SHARE`
+/// of the time. The interval between samples is `MIN_RETRY_INTERVAL` to `MAX_RETRY_INTERVAL` packets; shorter if packets take
+/// longer.
 const RAW_STREAK: u64 = 16;
 const SAMPLING_SHARE: f64 = 0.01;
 const MIN_RETRY_INTERVAL: f64 = 2.0;
 const MAX_RETRY_INTERVAL: f64 = 16.0;
 
-/// Time of a sample, in ns: lz4 of 4 pages on a core that takes 1.6 ns per byte.
+/// Estimated time of a sample, in ns: lz4 of 4 pages on a core that takes 1.6 ns per byte.
 const SAMPLE_NANOS: f64 = 30_000.0;
 
-/// Properties of a packet before its selection.
+/// Observations of a packet and its channel before the encoding is selected.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PacketProbe {
-    /// Class of its content; `None` before it is sampled.
+    /// Class of the packet's content; `None` before the content is sampled.
     pub class: Option<Class>,
-    /// Fill level of the channel's queue: unsent bytes relative to those at which a write blocks, 0 to 1 and beyond.
+    /// Fill level of the channel's queue: unsent bytes, as a fraction of the bytes at which a write blocks. It can exceed 1.
     pub queued: f64,
 }
 
-/// Decision for a packet.
+/// Decision of the controller for a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Choice {
-    /// Determine its class, and ask again.
+    /// Sample the packet to determine its class, then call the controller again.
     SampleFirst,
-    /// Send it with that candidate.
+    /// Send the packet with the candidate of this index.
     Send(usize),
 }
 
-/// A thread's time for a packet, from the end of the previous one to the end of this one. Times are in ns.
+/// Time that a thread spent on one packet, from the end of its previous packet to the end of this packet. Times are in ns.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PacketTime {
-    /// Properties that determined the selection.
+    /// Observations by which the encoding was selected.
     pub probe: PacketProbe,
-    /// Selected candidate.
+    /// Index of the selected candidate.
     pub candidate: usize,
-    /// Elapsed time, except while there were no pages to send.
+    /// Elapsed time; excludes time in which there were no pages to send.
     pub elapsed: f64,
-    /// Part in which it waited for the wire.
+    /// Part of `elapsed` in which the thread waited for the wire.
     pub waited: f64,
-    /// Part in which it waited for the destination.
+    /// Part of `elapsed` in which the thread waited for the destination.
     pub held: f64,
-    /// Part in which no channel had data on the wire.
+    /// Part of `elapsed` in which no channel had data on the wire.
     pub idle: f64,
 }
 
-/// Current bottleneck.
+/// Resource that limits the throughput at present.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Bottleneck {
     /// Threads wait for the wire.
@@ -154,33 +158,33 @@ pub(crate) enum Bottleneck {
     Cores,
 }
 
-/// Weights of a packet's costs.
+/// Weights by which a packet's costs are added up.
 #[derive(Debug, Clone, Copy)]
 struct CostWeights {
-    /// CPU time in ns that a byte on the wire is worth.
+    /// CPU time in ns that one byte less on the wire is worth.
     byte: f64,
     /// Weight of a ns of the destination's CPU time.
     far: f64,
     /// Weight of a ns in which the wire is idle.
     idle: f64,
-    /// Time for which the queue keeps the wire busy, in ns per byte of a packet.
+    /// Time for which the channel's queued data keeps the wire busy, in ns per byte of a packet.
     lasts: f64,
 }
 
-/// Recent activity of the threads; times are in ns.
+/// Recent activity of the threads, in ns. Older activity counts less.
 #[derive(Debug, Clone, Copy, Default)]
 struct ThreadActivity {
     /// Wall-clock time.
     time: f64,
-    /// Sum of all threads.
+    /// Elapsed time, summed over all threads.
     elapsed: f64,
     waited: f64,
     held: f64,
-    /// Waiting time of packets that a higher price would have changed.
+    /// Time that threads waited for the wire with packets that a higher price would have compressed more.
     too_cheap: f64,
-    /// Idle time of the wire for packets that a lower price would have changed.
+    /// Idle time of the wire during packets that a lower price would have compressed less.
     too_dear: f64,
-    /// Time of all threads for packets that a lower price would have changed.
+    /// Elapsed time of all threads for packets that a lower price would have compressed less.
     may_fall: f64,
 }
 
@@ -199,7 +203,7 @@ impl ThreadActivity {
         }
     }
 
-    /// Returns the count of threads, at least 1; before the first window, the default.
+    /// Returns the estimated count of threads, at least 1. Returns [`USUAL_THREADS`] before the first window.
     fn threads(&self) -> f64 {
         match self.time > 0.0 {
             true => (self.elapsed / self.time).max(1.0),
@@ -213,29 +217,29 @@ impl ThreadActivity {
 pub(crate) struct Controller {
     goal: Goal,
     costs: Costs,
-    /// Candidate that sends pages uncompressed, if there is one.
+    /// Index of the uncompressed candidate; `None` if the reader accepts no uncompressed packets.
     raw: Option<usize>,
-    /// Natural logarithm of the price, in ns of CPU time a byte.
+    /// Natural logarithm of the price: the CPU time in ns that one byte less on the wire is worth.
     price: f64,
-    /// Natural logarithm of the price of the destination's CPU time, relative to the source's.
+    /// Natural logarithm of the value of the destination's CPU time, relative to the source's.
     far: f64,
-    /// Time of the wire per byte, in ns; 0 while unknown.
+    /// Time of the wire to transmit a byte, in ns; 0 while unknown.
     wire: f64,
-    /// Share of the packets that found the queue empty.
+    /// Fraction of the packets that found their channel's queue empty.
     empty: Average,
     evidence: ThreadActivity,
-    /// Time of the last change of the price, and packets since then.
+    /// Time of the last change of the price; `packets` counts the packets since then.
     moved: Duration,
     packets: u64,
     scarce: Bottleneck,
-    /// Count of packets selected for.
+    /// Count of packets whose encoding was selected. Determines the variation of the price.
     turn: u64,
     explored: u64,
     /// Count of consecutive sampled packets that were sent uncompressed.
     same: u64,
-    /// Time of a thread from packet to packet, in ns.
+    /// Average time of a thread per packet, in ns.
     pace: Average,
-    /// Time in which threads waited for the wire, up to [`LEARNING`].
+    /// Total time of the windows in which threads waited for the wire; not counted beyond [`LEARNING`].
     waited: Duration,
 }
 
@@ -269,34 +273,34 @@ impl Controller {
         self.goal = goal;
     }
 
-    /// Returns the measured costs.
+    /// Returns the costs, to record a measurement.
     pub(crate) fn costs(&mut self) -> &mut Costs {
         &mut self.costs
     }
 
-    /// Excludes the time until now: there was nothing to send.
+    /// Excludes the time until `now` from the measurements, after a pause in which there were no pages to send.
     pub(crate) fn resumed(&mut self, now: Duration) {
         if self.packets == 0 {
             self.moved = now;
         }
     }
 
-    /// Sets the wire's time per byte while it has data.
+    /// Sets the time that the wire needs to transmit a byte, in ns.
     pub(crate) fn wire(&mut self, ns: f64) {
         self.wire = ns;
     }
 
-    /// Returns the current bottleneck.
+    /// Returns the current bottleneck: the link or the CPUs.
     pub(crate) fn scarce(&self) -> Bottleneck {
         self.scarce
     }
 
-    /// Returns the count of packets sent with a candidate other than the best one, to measure its cost.
+    /// Returns the count of packets sent with a candidate that was not the best one, only to measure that candidate's cost.
     pub(crate) fn explored(&self) -> u64 {
         self.explored
     }
 
-    /// Returns the price, in ns of CPU time per byte.
+    /// Returns the price: the CPU time in ns that one byte less on the wire is worth.
     pub(crate) fn price(&self) -> f64 {
         self.price.exp()
     }
@@ -305,7 +309,7 @@ impl Controller {
     pub(crate) fn choose(&mut self, probe: PacketProbe) -> Choice {
         // Multiples of the golden ratio are distributed most evenly.
         let even = (to_f64(self.turn) * 0.618_033_988_749_895).fract() * 2.0 - 1.0;
-        // Cubed, so that a half full queue, the usual case, has little effect: a mix of lz4's two neighbours, uncompressed and
+        // Cubed: a half full queue, the usual case, then has little effect. A mix of lz4's two neighbours, uncompressed and
         // zstd 1, is worse than lz4 alone.
         let full = (probe.queued.clamp(0.0, 1.0) * 2.0 - 1.0).powi(3);
         let price = (self.price + even * SPREAD + full * QUEUE).exp();
@@ -341,13 +345,13 @@ impl Controller {
         self.empty.add(if probe.queued <= 0.0 { 1.0 } else { 0.0 });
     }
 
-    /// Returns true if a packet is sent uncompressed in any case, or very likely.
+    /// Returns true if the packet should be sent uncompressed without a sample, because no sample is likely to change that.
     fn sends_raw_unsampled(&self, raw: usize, worth: CostWeights) -> bool {
         self.is_streak_of_raw() && !self.turn.is_multiple_of(self.sampling_interval())
             || Class::all().all(|class| self.best(class, worth) == raw)
     }
 
-    /// Returns the interval between sampled packets, in packets.
+    /// Returns the interval between two samples, in packets.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -364,7 +368,7 @@ impl Controller {
     }
 
     fn worth(&self, price: f64, queued: f64) -> CostWeights {
-        // The other goals need no difference: the faster the pages are sent, the shorter the guest is stopped.
+        // The other goals need no distinction: the faster the pages are sent, the shorter the guest is stopped.
         if self.goal == Goal::LeastCpu {
             return CostWeights {
                 byte: 0.0,
@@ -409,8 +413,9 @@ impl Controller {
             .unwrap_or(0)
     }
 
-    /// Returns a candidate with few tries that is an accelerator or may be nearly as good, and is fast enough not to leave the
-    /// wire idle.
+    /// Returns a candidate that is worth a try, because it was hardly measured for this class; `None` if there is none. The
+    /// candidate is an accelerator, or has an estimated cost close to the best. Its encoding time must be short enough to keep
+    /// the wire busy.
     fn untried(&self, class: Class, worth: CostWeights, best: usize) -> Option<usize> {
         let most = self.total(best, class, worth) * CLOSE;
         let longest = self.wire * self.evidence.threads() * TOO_SLOW;
@@ -429,7 +434,8 @@ impl Controller {
             .map(|(candidate, _)| candidate)
     }
 
-    /// Returns true for each direction, higher and lower, in which another price would have changed the packet.
+    /// Returns whether another price would have selected another encoding: first for the maximum price, then for the minimum
+    /// price.
     fn would_change(&self, spent: &PacketTime) -> [bool; 2] {
         let Some(class) = spent.probe.class else {
             return [!self.is_streak_of_raw(), false];
@@ -439,7 +445,7 @@ impl Controller {
             .map(|price| self.best(class, self.worth(price, spent.probe.queued)) != spent.candidate)
     }
 
-    /// Records the time of a thread for a packet; changes the prices when a window is over.
+    /// Records the time that a thread spent on a packet. At the end of a window, adjusts the price.
     pub(crate) fn spent(&mut self, spent: PacketTime, now: Duration) {
         let [may_rise, may_fall] = self.would_change(&spent);
         let evidence = &mut self.evidence;
@@ -470,7 +476,7 @@ impl Controller {
     fn move_prices(&mut self, since: Duration) {
         let evidence = self.evidence;
         let threads = evidence.threads();
-        // A change only shows in packets selected after it: each thread needs one before the next change.
+        // A change of the price affects only packets selected after it: each thread needs one before the next change.
         let windows = (since.as_secs_f64() / WINDOW.as_secs_f64())
             .min(MAX_WINDOWS)
             .min(to_f64(self.packets) / threads);

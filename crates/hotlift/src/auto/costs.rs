@@ -1,35 +1,40 @@
 //! Cost of each candidate: CPU time and bytes by class of content, as measured in this migration.
 //!
-//! Content is classified by the compression of a sample ([`Class`]). A candidate's cost for a class is its measurement there,
-//! averaged with its [`CostEstimate`]. The guess is corrected: the time by the candidate's results in other classes, the share
-//! by recent results of the method's other levels in this class. So a packet at one level informs about all of them, and few
-//! must be tried.
+//! Content is classified by the compression of a sample ([`Class`]). A candidate's cost for a class is the average of its
+//! measurements and its [`CostEstimate`]. Two corrections are applied to the estimate first:
+//!
+//! - its time, by the candidate's results in other classes
+//! - its compressed size, by recent results of the method's other levels in this class
+//!
+//! So a packet at one level informs about all levels, and few levels must be tried.
 
 use crate::auto::candidates::{Candidate, CostEstimate};
 
-/// Count of packets that an average covers.
+/// Count of recent packets that an average covers.
 const MEMORY: f64 = 64.0;
 
-/// Count of packets that an average of content covers: content changes, while a candidate's time on these CPUs does not.
+/// Count of recent packets that an average of content covers. Smaller than [`MEMORY`], because content changes, but not a
+/// candidate's time on these CPUs.
 const CONTENT_MEMORY: f64 = 32.0;
 
-/// Count of a candidate's packets in a class that weigh as much as the knowledge from the method's other levels: packets of one
-/// class differ by more than neighbouring levels do.
+/// Weight, in packets, of the compression measured at a method's other levels. Large, because packets of one class differ more
+/// than neighbouring levels do.
 const DOUBT_OF_LEVELS: f64 = 32.0;
 
-/// Count of a candidate's packets in a class that weigh as much, for its time, as the knowledge from other classes.
+/// Weight, in packets, of the encoding time estimated from a candidate's results in other classes.
 const DOUBT_OF_CLASSES: f64 = 4.0;
 
-/// Count of packets after which a candidate's time is known.
+/// Minimum count of packets for a reliable average of a candidate's time.
 const TRIES: f64 = 4.0;
 
-/// Count of packets after which a method's compression of a class is known.
+/// Minimum count of packets for a reliable average of a method's compression of a class.
 const CONTENT_TRIES: f64 = 2.0;
 
-/// Upper bounds of the classes except the last: share of a sample that a fast codec leaves.
+/// Upper bounds of the classes, without the last class: size of a sample compressed with lz4, as a fraction of its original
+/// size.
 const BOUNDS: [f64; 7] = [0.06, 0.15, 0.3, 0.45, 0.6, 0.75, 0.92];
 
-/// Number of classes.
+/// Count of classes.
 pub(crate) const CLASSES: usize = BOUNDS.len() + 1;
 
 /// Class of content by its compressibility.
@@ -42,12 +47,13 @@ impl Class {
         (0..CLASSES).map(Self)
     }
 
-    /// Returns the class of content whose sample shrinks to `left` of its bytes, 0 to 1 and beyond.
+    /// Returns the class of content. `left` is the compressed size of its sample, as a fraction of the original size; it can
+    /// exceed 1.
     pub(crate) fn of(left: f64) -> Self {
         Self(BOUNDS.iter().take_while(|bound| left > **bound).count())
     }
 
-    /// Returns a share in the middle of the class.
+    /// Returns the middle of the class: a compressed size, as a fraction of the original size.
     fn typical(self) -> f64 {
         let lower = self.0.checked_sub(1).map_or(0.0, |below| BOUNDS[below]);
         let upper = BOUNDS.get(self.0).copied().unwrap_or(1.0);
@@ -55,16 +61,16 @@ impl Class {
     }
 }
 
-/// Cost of a candidate per byte of pages.
+/// Cost of a candidate for one byte of pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Cost {
-    /// Time of a thread at the source, without sending, in ns: CPU time, or the time of an accelerator.
+    /// Time of a thread at the source to encode the byte, in ns: CPU time, or the time of an accelerator. Excludes sending.
     pub encode: f64,
-    /// Bytes on the wire.
+    /// Bytes on the wire per byte of pages.
     pub left: f64,
 }
 
-/// Average over the last packets.
+/// Average over the most recent packets.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Average {
     value: f64,
@@ -82,12 +88,12 @@ impl Average {
         self.value += (value - self.value) / self.packets;
     }
 
-    /// Returns the average, with `prior` as the value of `weight` additional packets.
+    /// Returns the average as if `weight` more packets had the value `prior`.
     fn over(self, prior: f64, weight: f64) -> f64 {
         (self.value * self.packets + prior * weight) / (self.packets + weight)
     }
 
-    /// Returns the average, or `guess` if there was no packet.
+    /// Returns the average; `guess` if no packet was recorded.
     pub(crate) fn or(self, guess: f64) -> f64 {
         if self.packets > 0.0 {
             self.value
@@ -100,7 +106,8 @@ impl Average {
 #[derive(Debug, Clone, Copy, Default)]
 struct Cell {
     encode: Average,
-    /// Factor on the guessed power (see `Costs::contents`) at this level, minus the average factor of the method.
+    /// Difference between this level and its method: factor on the estimated power at this level, minus the method's average
+    /// factor (`Costs::contents`).
     beyond: Average,
 }
 
@@ -108,21 +115,22 @@ struct Cell {
 #[derive(Debug)]
 pub(crate) struct Costs {
     guesses: Vec<CostEstimate>,
-    /// For each candidate, the first one with the same method.
+    /// For each candidate, the index of the first candidate with the same method.
     kin: Vec<usize>,
     /// For each candidate, true if an accelerator encodes it.
     on_devices: Vec<bool>,
-    /// Measurements by candidate and class.
+    /// Measurements, by candidate and class.
     cells: Vec<[Cell; CLASSES]>,
-    /// Current compression of a class by a method, at any level: factor on the guessed power; by first candidate and class.
+    /// Compression of a class by a method at any level, as a factor on the estimated power. Indexed by the method's first
+    /// candidate, then by class.
     contents: Vec<[Average; CLASSES]>,
-    /// Ratio of measured to guessed encoding time, by candidate.
+    /// Ratio of measured to estimated encoding time, by candidate.
     corrections: Vec<Average>,
-    /// CPU time to send a byte, in ns.
+    /// Source's CPU time to send a byte, in ns.
     send: Average,
-    /// CPU time in ns of the destination per byte of pages, by candidate.
+    /// Destination's CPU time in ns to decode a byte of pages, by candidate.
     decode: Vec<Average>,
-    /// Cached results by candidate and class. Computing them for each query took half of an uncompressed packet's fixed cost.
+    /// Cached costs, by candidate and class. To compute them at each query took half of an uncompressed packet's fixed cost.
     known: Vec<[Cost; CLASSES]>,
 }
 
@@ -158,7 +166,8 @@ impl Costs {
         self.cells.len()
     }
 
-    /// Records a packet of that class: a thread took `encode` ns per byte, and a share of `left` remained.
+    /// Records an encoded packet of `class`. `encode` is the thread's time in ns per byte; `left` is the compressed size as a
+    /// fraction of the original size.
     pub(crate) fn encoded(&mut self, candidate: usize, class: Class, encode: f64, left: f64) {
         let guess = &self.guesses[candidate];
         let typical = class.typical();
@@ -194,7 +203,7 @@ impl Costs {
         self.decode[candidate].add(ns);
     }
 
-    /// Returns the cost of `candidate` for content of that class.
+    /// Returns the cost of `candidate` for content of `class`.
     pub(crate) fn of(&self, candidate: usize, class: Class) -> Cost {
         self.known[candidate][class.0]
     }
@@ -213,25 +222,25 @@ impl Costs {
         };
     }
 
-    /// Returns true if the cost of `candidate` for content of that class is hardly measured.
+    /// Returns true if `candidate` has too few measurements for content of `class`: its cost is mostly an estimate.
     pub(crate) fn is_guess(&self, candidate: usize, class: Class) -> bool {
         let content = &self.contents[self.kin[candidate]][class.0];
         self.guesses[candidate].encode(class.typical()) > 0.0
             && (self.corrections[candidate].packets < TRIES || content.packets < CONTENT_TRIES)
     }
 
-    /// Returns true for an accelerator that was never tried: no guess predicts its time.
+    /// Returns true if an accelerator encodes `candidate` and was never tried. No estimate predicts its time.
     pub(crate) fn is_unknown_device(&self, candidate: usize) -> bool {
         self.on_devices[candidate] && self.corrections[candidate].packets == 0.0
     }
 
-    /// Returns the CPU time to send a byte, in ns.
+    /// Returns the source's CPU time to send a byte, in ns.
     pub(crate) fn send(&self) -> f64 {
         // Time of a copy into a socket, until it is measured.
         self.send.or(0.2)
     }
 
-    /// Returns the destination's CPU time in ns per byte of pages.
+    /// Returns the destination's CPU time in ns to decode a byte of pages sent by `candidate`.
     pub(crate) fn decode(&self, candidate: usize) -> f64 {
         self.decode[candidate].or(self.guesses[candidate].decode)
     }

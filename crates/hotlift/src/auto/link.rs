@@ -1,4 +1,4 @@
-//! Measurements of the wire from the sockets: its time per byte, and whether senders wait for it.
+//! Measures the wire by the sockets' statistics: its time per byte, and how long senders wait for it.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -11,39 +11,45 @@ use crate::figures::{ratio, to_f64};
 /// Interval between two samples of the sockets.
 const INTERVAL: Duration = Duration::from_millis(10);
 
-/// Time in s after which the kernel's ticks suffice to distinguish the wire from a destination that has just begun to read.
+/// Minimum time of the samples, in s, before the sockets' statistics are used. Over a shorter time, the kernel's ticks cannot
+/// distinguish the wire from a destination that has just begun to read.
 const CERTAIN: f64 = 0.03;
 
-/// Decay of a sample's weight at the next one: the kernel counts in ticks of up to 10 ms, so that a single sample is coarse.
-/// Half of the weight is in the last 70 ms.
+/// Factor on the weight of older samples at each new sample. A single sample is coarse, because the kernel counts in ticks of
+/// up to 10 ms. Half of the weight is in the last 70 ms.
 const KEPT: f64 = 0.9;
 
-/// Duration and count of the rates whose median is the capacity of the wire: a slower link is noticed within half a second.
+/// Duration of one rate measurement. The wire's capacity is the median of the last `RATES` rates, so a slower link is noticed
+/// within half a second.
 const RATE_OVER: Duration = Duration::from_millis(50);
 const RATES: usize = 10;
 
-/// Weight of the destination's latest report. A single report is coarse: it covers 50 ms, counted in the kernel's ticks.
+/// Weight of the destination's latest load report in the average. A single report is coarse: it covers 50 ms, counted in the
+/// kernel's ticks.
 const REPORT_WEIGHT: f64 = 0.3;
 
-/// Decayed sums of the samples.
+/// Sums over the samples. Older samples have less weight. Times are in s.
 #[derive(Debug, Default)]
 struct Seen {
-    /// In s, summed over the sockets: elapsed time (`elapsed`), time in which they sent or waited (`busy`), and the part of
-    /// `busy` that is not a wait for the receiver (`on_wire`).
+    /// Times summed over the sockets:
+    ///
+    /// - `elapsed`: elapsed time
+    /// - `busy`: time in which a socket sent or waited
+    /// - `on_wire`: part of `busy` without the wait for the receiver
     elapsed: f64,
     busy: f64,
     on_wire: f64,
     /// Time in which no socket had unsent or unacknowledged data.
     idle: f64,
-    /// Bytes delivered.
+    /// Bytes that the peer acknowledged.
     bytes: f64,
-    /// In s, summed over the sending threads: elapsed time (`threads`), and time in which their sockets had no room
-    /// (`blocked`).
+    /// Times summed over the sending threads: `threads` is elapsed time, `blocked` is the part in which a thread's socket had
+    /// no room.
     threads: f64,
     blocked: f64,
 }
 
-/// Meter over the sockets of all channels.
+/// Measurements over the sockets of all channels.
 #[derive(Debug, Default)]
 pub(crate) struct LinkMeter {
     last: Option<(Instant, Vec<TcpSending>)>,
@@ -51,34 +57,36 @@ pub(crate) struct LinkMeter {
     /// Total time of the samples, in s.
     watched: f64,
     reports_load: bool,
-    /// Share of the time in which the destination's threads had nothing to read, by its reports.
+    /// Average fraction of the time in which the destination's threads had nothing to read; `None` before its first load
+    /// report.
     starved: Option<f64>,
-    /// Bytes per second of the last intervals, the newest at the end; then bytes and time in s of the current interval.
+    /// Bytes per second of the last intervals, the newest at the end. `rate` is the current interval: bytes, and time in s.
     rates: VecDeque<f64>,
     rate: (f64, f64),
-    /// Result of [`LinkMeter::idle`].
+    /// Cached result of [`LinkMeter::idle`].
     idle: f64,
 }
 
 impl LinkMeter {
-    /// Records a thread's time, in which its socket had no room for `blocked`.
+    /// Records the `elapsed` time of a sending thread. The thread's socket had no room for the time `blocked`.
     pub(crate) fn sent(&mut self, elapsed: Duration, blocked: Duration) {
         self.seen.threads += elapsed.as_secs_f64();
         self.seen.blocked += blocked.as_secs_f64();
     }
 
-    /// Records the share of the time, 0 to 1, in which the destination's threads had nothing to read.
+    /// Records the fraction of the time, 0 to 1, in which the destination's threads had nothing to read. The destination
+    /// reports it.
     pub(crate) fn starved(&mut self, share: f64) {
         let before = self.starved.unwrap_or(share);
         self.starved = Some(before + (share - before) * REPORT_WEIGHT);
     }
 
-    /// Records the end of a pause without pages.
+    /// Excludes the time since the last sample, after a pause in which there were no pages to send.
     pub(crate) fn resumed(&mut self) {
         self.last = None;
     }
 
-    /// Samples the sockets, if the interval has passed. Returns true if it has.
+    /// Samples the sockets if the interval since the last sample has passed. Returns true if it took a sample.
     pub(crate) fn poll<'s>(
         &mut self,
         sockets: impl Iterator<Item = &'s Stream>,
@@ -116,7 +124,7 @@ impl LinkMeter {
             self.watched += since.as_secs_f64();
             seen.elapsed += since.as_secs_f64() * to_f64(states.len() as u64);
             seen.busy += busy;
-            // The kernel only counts per socket: assumes independent idle times.
+            // The kernel has statistics only per socket: the sockets' idle times are assumed to be independent.
             let each = states.iter().zip(before);
             let each = each.map(|(now, before)| now.busy.saturating_sub(before.busy).as_secs_f64());
             let idle = each.map(|busy| (1.0 - busy / since.as_secs_f64()).clamp(0.0, 1.0));
@@ -131,12 +139,14 @@ impl LinkMeter {
         true
     }
 
-    /// Returns the shares, 0 to 1, of the channels' waits that the wire and the destination cause. If the sockets have no
-    /// statistics, the wire causes all; before there are enough samples, both shares are 0.
+    /// Returns the fractions, 0 to 1, of the channels' waiting time: first the part that the wire causes, then the part that
+    /// the destination causes. If the sockets have no statistics, the wire causes all of the time. Both fractions are 0 before
+    /// there are enough samples.
     ///
-    /// The kernel counts the destination as the limit only while its buffer is full. On a link without a limit that was a third
-    /// of the senders' waits, although the destination's threads caused all of them. So if the destination reports its load,
-    /// the wire is the limit only while the destination has nothing to read and the socket has data to deliver.
+    /// The kernel attributes waiting time to the destination only while the destination's receive buffer is full. On a link
+    /// without a limit that was a third of the senders' waiting time, although the destination's threads caused all of it. So
+    /// for a destination that reports its load, the wire counts as the cause under two conditions: the destination has nothing
+    /// to read, and the socket has data to deliver.
     pub(crate) fn waits_for(&self) -> [f64; 2] {
         if !self.reports_load {
             return [1.0, 0.0];
@@ -166,10 +176,10 @@ impl LinkMeter {
         }
     }
 
-    /// Returns the share of the time, 0 to 1, in which no channel had data on the wire; 0 if the sockets have no statistics.
+    /// Returns the fraction of the time, 0 to 1, in which no channel had data on the wire; 0 if the sockets have no statistics.
     ///
-    /// Sockets are idle in turns, which the kernel's sums do not show: with independent idle times assumed, a full wire
-    /// appeared idle for 7 % of the time. So the idle share is limited to the gap between current and usual throughput.
+    /// The kernel's sums do not show that sockets are idle at different times. With independent idle times assumed, a full wire
+    /// appeared idle for 7 % of the time. So the fraction is limited to the gap between current and usual throughput.
     pub(crate) fn idle(&self) -> f64 {
         self.idle
     }
@@ -187,14 +197,15 @@ impl LinkMeter {
         by_kernel.min(1.0 - ratio(delivers, *usual).min(1.0))
     }
 
-    /// Returns the wire's time per byte, in ns; 0 while unknown.
+    /// Returns the time of the wire to transmit a byte, in ns; 0 while unknown.
     pub(crate) fn nanos_per_byte(&self) -> f64 {
-        // `on_wire` is a sum over the sockets, which share the wire: each has it for a part of the time.
+        // `on_wire` is a sum over the sockets. They share the wire: each socket uses it for a part of the time.
         let sockets = self.last.as_ref().map_or(0, |(_, states)| states.len());
         ratio(self.seen.on_wire, self.seen.bytes) * 1e9 / to_f64(sockets.max(1) as u64)
     }
 
-    /// Returns the bytes of a channel in transit to the peer and back, if none wait.
+    /// Returns the estimated bytes of a channel in transit: the round-trip time multiplied by the rate of the channel while it
+    /// sends.
     pub(crate) fn bytes_in_flight(&self) -> f64 {
         let states = self.last.iter().flat_map(|(_, states)| states);
         let trip = states
@@ -204,7 +215,7 @@ impl LinkMeter {
         ratio(trip, seconds_per_byte)
     }
 
-    /// Returns the recently delivered bytes per second.
+    /// Returns the bytes per second that the wire delivered recently.
     pub(crate) fn bytes_per_second(&self) -> f64 {
         let sockets = self.last.as_ref().map_or(0, |(_, states)| states.len());
         ratio(self.seen.bytes, self.seen.elapsed) * to_f64(sockets as u64)

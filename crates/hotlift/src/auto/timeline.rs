@@ -1,4 +1,4 @@
-//! Shares of the methods over time.
+//! Distribution of pages over the methods, in intervals of the migration.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,18 +7,18 @@ use crate::auto::channels::Auto;
 use crate::auto::controller::Bottleneck;
 use crate::figures::{MethodFigures, MethodMoment, ratio, to_f64};
 
-/// Initial length of an interval.
+/// Initial length of an interval of the timeline.
 const FIRST_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Maximum count of intervals: beyond it, pairs are merged.
+/// Maximum count of intervals. At the maximum, pairs of intervals are merged.
 const MAX_INTERVALS: usize = 600;
 
-/// Recent distribution of packets over the methods.
+/// Recent distribution of pages over the methods.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct MethodsNow {
     /// True if channels wait for the wire, false if the wire waits for the CPUs.
     pub link_is_the_limit: bool,
-    /// Share of the pages with content by method and level, 0 to 1; the largest first.
+    /// Fraction of the pages with content, 0 to 1, by method and level. The largest fraction is first.
     pub shares: Vec<(String, f64)>,
 }
 
@@ -30,7 +30,7 @@ impl std::fmt::Display for MethodsNow {
             false => "CPUs are",
         };
         write!(f, "{limit} the limit")?;
-        // Shares below half a percent are omitted.
+        // Fractions below half a percent are omitted.
         let shares = self.shares.iter().filter(|(_, share)| *share >= 0.005);
         for (index, (name, share)) in shares.enumerate() {
             let before = if index == 0 { ": " } else { ", " };
@@ -40,11 +40,11 @@ impl std::fmt::Display for MethodsNow {
     }
 }
 
-/// Intervals of one migration.
+/// Timeline of one migration: the distribution of pages in each interval.
 #[derive(Debug)]
 pub(crate) struct Timeline {
     length: Duration,
-    /// End of the last interval, and the counts at that time.
+    /// Time of the end of the last interval, and the methods' statistics at that time.
     last: (Duration, Vec<MethodFigures>),
     moments: Vec<MethodMoment>,
 }
@@ -58,7 +58,8 @@ impl Timeline {
         }
     }
 
-    /// Records the state at `now`, the time since the start of the migration. Returns the distribution since the last interval.
+    /// Records the state at `now`, which is the time since the start of the migration. Returns the distribution since the
+    /// previous interval.
     pub(crate) fn poll(&mut self, auto: &Auto, now: Duration) -> MethodsNow {
         let figures = auto.figures();
         let mut shares: Vec<_> = shares_between(&self.last.1, &figures).into_iter().collect();
@@ -80,7 +81,7 @@ impl Timeline {
         }
     }
 
-    /// Merges pairs of intervals.
+    /// Merges each pair of adjacent intervals into one interval.
     fn halve(&mut self) {
         self.length *= 2;
         let pairs = self.moments.chunks(2);
@@ -104,7 +105,7 @@ impl Timeline {
     }
 }
 
-/// Returns the shares of the pages sent between two readings.
+/// Returns the fraction of the pages, by method, that were sent between the two readings of the statistics.
 fn shares_between(before: &[MethodFigures], after: &[MethodFigures]) -> BTreeMap<String, f64> {
     let label_of = |figures: &MethodFigures| figures.label();
     let pages_before = |label: &str| {

@@ -3,7 +3,7 @@
 //! | file | subject |
 //! |---|---|
 //! | `model` | hosts, channels, the wire, and the controller's input |
-//! | `truth` | real costs in the simulation, and the maximum that could be delivered |
+//! | `truth` | real costs in the simulation |
 //!
 //! `cargo test -p hotlift auto::tests -- --nocapture` prints each cell of the grid, next to the best possible mix.
 
@@ -24,7 +24,7 @@ use crate::options::Goal;
 /// One Gbit/s in bytes per ns.
 const GBIT: f64 = 0.125;
 
-/// Maximum of the bytes that a channel's queues hold before the first write blocks.
+/// Maximum bytes in a channel's queues before the first write blocks.
 const QUEUES: f64 = 524_288.0;
 
 fn number(count: usize) -> f64 {
@@ -57,10 +57,10 @@ fn run(scenario: &Scenario, policy: Policy, seconds: f64) -> Vec<Slot> {
     simulate(scenario, policy, seconds * SECOND, f64::INFINITY)
 }
 
-/// Selection packet by packet.
+/// Policy that lets the controller select each packet's encoding.
 const AUTO: Policy = Policy::Auto(Goal::Fastest);
 
-/// Returns the slots from one second to another.
+/// Returns the slots between two times, in s.
 fn between(slots: &[Slot], from: f64, to: f64) -> impl Iterator<Item = &Slot> {
     slots.iter().enumerate().filter_map(move |(index, slot)| {
         let middle = (number(index) + 0.5) * SLOT / SECOND;
@@ -68,18 +68,18 @@ fn between(slots: &[Slot], from: f64, to: f64) -> impl Iterator<Item = &Slot> {
     })
 }
 
-/// Returns the bytes of pages delivered from one second to another.
+/// Returns the bytes of pages delivered between two times, in s.
 fn delivered(slots: &[Slot], from: f64, to: f64) -> f64 {
     between(slots, from, to).map(|slot| slot.delivered).sum()
 }
 
-/// Returns the CPU time of both hosts per byte of pages, in ns.
+/// Returns the CPU time of source and destination per byte of pages, in ns.
 fn cpu(slots: &[Slot]) -> f64 {
     let work: f64 = slots.iter().map(|slot| slot.cpu).sum();
     work / slots.iter().map(|slot| slot.delivered).sum::<f64>()
 }
 
-/// Returns the share of the packets sent by `candidate`, from one second to another.
+/// Returns the fraction of the packets that `candidate` sent between two times, in s.
 fn share(slots: &[Slot], candidate: usize, from: f64, to: f64) -> f64 {
     let (mut these, mut all) = (0, 0);
     for slot in between(slots, from, to) {
@@ -89,7 +89,7 @@ fn share(slots: &[Slot], candidate: usize, from: f64, to: f64) -> f64 {
     to_f64(these) / to_f64(all.max(1))
 }
 
-/// Returns the time when `bytes` bytes were delivered, in ns.
+/// Returns the time when `bytes` bytes of pages had been delivered, in ns.
 fn time_of(slots: &[Slot], bytes: f64) -> f64 {
     let mut sum = 0.0;
     for (index, slot) in slots.iter().enumerate() {
@@ -101,7 +101,7 @@ fn time_of(slots: &[Slot], bytes: f64) -> f64 {
     f64::INFINITY
 }
 
-/// Result of one cell of the grid, in bytes per ns.
+/// Throughputs of one simulated scenario, in bytes per ns.
 struct Cell {
     auto: f64,
     best_fixed: f64,
@@ -109,8 +109,8 @@ struct Cell {
 }
 
 impl Cell {
-    /// Measures auto and the best fixed candidate over the same pages: rates differ more by content than by policy. Excludes
-    /// the start, and packets queued during it.
+    /// Measures method auto and the best fixed candidate over the same pages, because rates differ more by content than by
+    /// policy. Excludes the start, and packets queued during the start.
     fn of(scenario: &Scenario) -> Self {
         let rate = scenario.rate[0].1;
         let start = (2.0 * number(scenario.channels) * QUEUES / rate / SECOND).max(0.5);
@@ -153,7 +153,7 @@ impl Cell {
     }
 }
 
-/// Step of the simulated cells in the whole grid, and the first cell: all of them take minutes.
+/// Step through the simulated scenarios in the whole grid, and the first scenario. All scenarios together take minutes.
 const CELLS: [usize; 2] = [11, 0];
 
 #[test]
@@ -223,7 +223,7 @@ fn it_reaches_full_speed_within_a_third_of_a_second() {
     }
 }
 
-/// Returns the rate from 1 s after the change on, relative to the rate under the final conditions from the start.
+/// Returns the rate from 1 s after a change of conditions, divided by the rate under the final conditions from the start.
 fn after_change(before: f64, changed: &Scenario, unchanged: &Scenario) -> f64 {
     let after = run(changed, AUTO, before + 2.0);
     let steady = run(unchanged, AUTO, 3.0);

@@ -1,4 +1,4 @@
-//! Discrete-event simulation of one migration: input of the controller, and effects of its decisions.
+//! Discrete-event simulation of one migration. It computes the controller's observations, and the effects of its decisions.
 //!
 //! Between two events all progress is uniform: threads at their share of the CPUs, bytes at their channel's share of the wire.
 //! Times are in ns, and rates in bytes per ns, so that 1 Gbit/s is 0.125.
@@ -13,43 +13,43 @@ use crate::auto::costs::Class;
 use crate::figures::to_f64;
 use crate::options::Goal;
 
-/// One second, in the simulation's unit.
+/// One second, in the simulation's unit of time.
 pub(super) const SECOND: f64 = 1e9;
 
-/// Maximum of the bytes of a packet's pages.
+/// Maximum size of a packet's pages in bytes.
 const PACKET: f64 = 524_288.0;
 
-/// Bytes per write. The kernel's writes are smaller; a smaller size only lengthens the simulation.
+/// Bytes per write. The kernel's writes are smaller, but smaller writes would only make the simulation slower.
 const CHUNK: f64 = 131_072.0;
 
-/// Unsent bytes (`TCP_NOTSENT_LOWAT`) at which a channel's write blocks; it continues at half of it.
+/// Unsent bytes at which a channel's write blocks (`TCP_NOTSENT_LOWAT`). The write continues at half of this value.
 const LOW_WATER: f64 = 262_144.0;
 
 /// Capacity of a channel's receive buffer.
 const RECEIVE_BUFFER: f64 = 4_194_304.0;
 
-/// CPU time of sampling a packet.
+/// CPU time to sample a packet, in ns.
 const SAMPLE_NANOS: f64 = 10_000.0;
 
-/// Interval of a thread's measurements of its channel's limit.
+/// Interval in ns at which a thread reads its channel's socket statistics.
 const REPORT: f64 = 20e6;
 
-/// Interval of the destination's reports, and of the measurements of the wire.
+/// Interval in ns of the destination's load reports, and of the measurements of the wire.
 const FAR_REPORT: f64 = 100e6;
 
-/// Granularity of the kernel's times by which the wire and the destination limited a channel.
+/// Resolution, in ns, of the kernel's statistics of a socket's waiting times.
 const JIFFY: f64 = 4e6;
 
-/// State before any sample.
+/// Observations before any sample, with an empty queue.
 const NOTHING_KNOWN: PacketProbe = PacketProbe {
     class: None,
     queued: 0.0,
 };
 
-/// Duration of a slot of the results.
+/// Duration of a slot of the results, in ns.
 pub(super) const SLOT: f64 = 10e6;
 
-/// Value that changes at given times.
+/// Value that changes at given times. Each entry is a time and the value from then on.
 pub(super) type Steps<T> = Vec<(f64, T)>;
 
 fn at<T: Copy>(steps: &Steps<T>, now: f64) -> T {
@@ -62,40 +62,40 @@ fn next_step<T>(steps: &Steps<T>, now: f64) -> f64 {
     next.unwrap_or(f64::INFINITY)
 }
 
-/// Hosts, wire and content of a migration.
+/// Hosts, wire and content of a simulated migration.
 #[derive(Debug, Clone)]
 pub(super) struct Scenario {
     pub candidates: Vec<Candidate>,
     pub truth: Truth,
     pub channels: usize,
-    /// CPUs of the source.
+    /// Count of the source's CPUs.
     pub cores: Steps<f64>,
-    /// The destination's own CPUs; `None` if it shares the source's host.
+    /// Count of the destination's CPUs; `None` if source and destination share one host.
     pub far_cores: Option<f64>,
     /// Rate of the wire in bytes per ns.
     pub rate: Steps<f64>,
-    /// Maximum of a channel's bytes in transit, which do not count as unsent.
+    /// Maximum of a channel's bytes in transit. Bytes in transit do not count as unsent.
     pub window: f64,
-    /// Kinds of content, each weighted by its count of occurrences.
+    /// Kinds of content to send. A kind that is listed several times occurs more often.
     pub contents: Steps<&'static [usize]>,
     pub seed: u64,
 }
 
-/// Selection policy.
+/// Policy that selects each packet's encoding.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Policy {
     Fixed(usize),
     Auto(Goal),
 }
 
-/// Result of a slot of time.
+/// Results of one slot of time.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Slot {
     /// Bytes of pages that were received and decoded.
     pub delivered: f64,
-    /// The same by kind of content.
+    /// Delivered bytes of pages, by kind of content.
     pub kinds: [f64; KINDS],
-    /// CPU time of both hosts.
+    /// CPU time of source and destination in ns.
     pub cpu: f64,
     /// Count of packets by candidate.
     pub packets: Vec<u64>,
@@ -118,7 +118,7 @@ enum Step {
     Probe,
     Encode,
     Write,
-    /// Waits for room in the channel's queue.
+    /// The thread waits for room in the channel's queue.
     Blocked,
 }
 
@@ -127,19 +127,19 @@ struct Packet {
     kind: usize,
     class: Class,
     bytes: f64,
-    /// Deviation of this packet's CPU time and size from its kind.
+    /// Factors on the usual values of the packet's kind of content: CPU time and size.
     noise: [f64; 2],
     candidate: usize,
-    /// Bytes on the wire.
+    /// Bytes of the packet on the wire.
     left: f64,
-    /// Bytes of the channel up to its end.
+    /// Position of the packet's end in the channel, in bytes.
     end: f64,
 }
 
 #[derive(Debug)]
 struct Sender {
     step: Step,
-    /// CPU time until the step is done.
+    /// Remaining CPU time of the current step, in ns.
     work: f64,
     packet: Packet,
     to_write: f64,
@@ -152,7 +152,7 @@ struct Sender {
     looked: f64,
     blocked_by_wire: f64,
     blocked_by_far: f64,
-    /// Share of the wire in that measurement.
+    /// Fraction of the waiting time that the wire caused, at that measurement.
     by_wire: f64,
     probe: PacketProbe,
 }
@@ -163,7 +163,7 @@ struct Channel {
     arrived: f64,
     read: f64,
     packets: VecDeque<Packet>,
-    /// The destination's thread: remaining CPU time of the packet that it decodes.
+    /// Packet that the destination's thread decodes, with the remaining CPU time in ns.
     decoding: Option<(f64, Packet)>,
 }
 
@@ -181,7 +181,7 @@ impl Channel {
     }
 }
 
-/// Sequence of pages to send.
+/// Random sequence of pages to send.
 #[derive(Debug)]
 struct Pages {
     random: Random,
@@ -225,9 +225,9 @@ struct Simulation<'a> {
     far_report: f64,
     /// Time in which the wire had no data.
     idle: f64,
-    /// Bytes that arrived, and the time in which the wire had data, since the last report.
+    /// Since the last report: bytes that arrived, and the time in which the wire had data.
     arrived: [f64; 2],
-    /// CPU time and bytes by candidate, since the last report.
+    /// Since the last report: the destination's CPU time and bytes, by candidate.
     decoded: Vec<[f64; 2]>,
     slots: Vec<Slot>,
     delivered: f64,
@@ -237,7 +237,8 @@ fn clock(now: f64) -> Duration {
     Duration::from_secs_f64(now / SECOND)
 }
 
-/// Simulates until `bytes` of pages are delivered or `duration` ns have passed, and returns slots of [`SLOT`].
+/// Simulates until `bytes` bytes of pages are delivered, or until `duration` ns have passed. Returns the results in slots of
+/// [`SLOT`].
 pub(super) fn simulate(
     scenario: &Scenario,
     policy: Policy,
@@ -378,7 +379,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// Completes the decoding of the destination's threads, and starts the next.
+    /// Ends the decoding of packets that the destination's threads have finished, and starts their next packets.
     fn decode(&mut self) {
         let Some(slot) = self.slots.last_mut() else {
             return;
@@ -409,7 +410,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// Records the activity, and closes the slot at its end.
+    /// Adds `cpu` ns of CPU time to the current slot, and closes the slot at its end.
     fn reserve(&mut self, cpu: f64, slot_end: f64) {
         if let Some(slot) = self.slots.last_mut() {
             slot.cpu += cpu;
@@ -421,7 +422,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// Performs the sender's next step, if the current one is done.
+    /// Starts the sender's next step if its current step is done.
     fn step(&mut self, index: usize) {
         let channel = &self.channels[index];
         let unsent = channel.backlog() - self.scenario.window;
@@ -469,7 +470,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// Starts a packet with its selection.
+    /// Starts a packet: selects its encoding.
     fn begin(&mut self, index: usize) {
         let candidate = match self.policy {
             Policy::Fixed(candidate) => candidate,
@@ -520,7 +521,7 @@ impl Simulation<'_> {
         sender.to_write = packet.left;
     }
 
-    /// Writes the next chunk, or waits for room.
+    /// Writes the next chunk of the packet, or waits for room in the channel's queue.
     fn write(&mut self, index: usize) {
         let unsent = self.channels[index].backlog() - self.scenario.window;
         let sender = &mut self.senders[index];

@@ -4,11 +4,12 @@ use super::model::Scenario;
 use super::truth::KINDS;
 use crate::figures::to_f64;
 
-/// Minimum time in ns of each resource per byte of pages.
+/// Minimum time of each resource to send one byte of pages, in ns.
 #[derive(Debug, Clone, Copy)]
 struct Times([f64; 4]);
 
-/// Returns the times of the source's threads, the destination's, the wire, and all threads of a shared host.
+/// Returns the times of four resources: the source's threads, the destination's threads, the wire, and the CPUs of a shared
+/// host.
 fn times(scenario: &Scenario, kind: usize, candidate: usize) -> Times {
     let truth = &scenario.truth;
     let left = truth.left(kind, candidate);
@@ -28,7 +29,7 @@ fn times(scenario: &Scenario, kind: usize, candidate: usize) -> Times {
     ])
 }
 
-/// Returns the maximum rate, in bytes of pages per ns, of one candidate for these bytes of each kind.
+/// Returns the maximum rate of `candidate`, in bytes of pages per ns. `kinds` is the count of bytes of each kind of content.
 pub(super) fn best_of(scenario: &Scenario, candidate: usize, kinds: &[f64; KINDS]) -> f64 {
     let mut sums = [0.0; 4];
     for (kind, bytes) in kinds.iter().enumerate() {
@@ -40,8 +41,9 @@ pub(super) fn best_of(scenario: &Scenario, candidate: usize, kinds: &[f64; KINDS
     kinds.iter().sum::<f64>() / sums.into_iter().fold(0.0, f64::max)
 }
 
-/// Returns the rate, in bytes of pages per ns, of the best mix of candidates, selected by content. It is the optimum of the
-/// linear programme, by its dual: the prices of the resources, with sum 1, at which the cheapest mix costs most.
+/// Returns the maximum rate of a mix of candidates, in bytes of pages per ns. `kinds` is the count of bytes of each kind of
+/// content. Solves the dual of the linear programme: it finds the prices of the resources, with sum 1, at which the cheapest
+/// mix costs most.
 pub(super) fn most(scenario: &Scenario, kinds: &[f64; KINDS]) -> f64 {
     let candidates = 0..scenario.candidates.len();
     let table: Vec<(f64, Vec<Times>)> = kinds
@@ -84,7 +86,7 @@ pub(super) fn most(scenario: &Scenario, kinds: &[f64; KINDS]) -> f64 {
     kinds.iter().sum::<f64>() / dearest
 }
 
-/// Returns the maximum of a concave function between 0 and 1.
+/// Returns the maximum of a concave function in the range 0 to 1.
 fn highest(function: impl Fn(f64) -> f64) -> f64 {
     let (mut low, mut high) = (0.0, 1.0);
     for _ in 0..16 {

@@ -1,4 +1,4 @@
-//! Real costs in a simulated migration.
+//! Actual costs of encoding, sending and decoding in a simulated migration.
 
 use crate::auto::candidates::Candidate;
 use crate::figures::to_f64;
@@ -21,12 +21,12 @@ impl Random {
         to_f64(self.next() >> 11) / to_f64(1 << 53)
     }
 
-    /// Returns 1, varied by up to `most`.
+    /// Returns a random factor that deviates from 1 by up to `most`.
     pub(super) fn around(&mut self, most: f64) -> f64 {
         1.0 + most * (2.0 * self.unit() - 1.0)
     }
 
-    /// Returns a number between the two, with each order of magnitude equally likely.
+    /// Returns a number between `least` and `most`, with each order of magnitude equally likely.
     pub(super) fn between(&mut self, least: f64, most: f64) -> f64 {
         least * (most / least).powf(self.unit())
     }
@@ -37,10 +37,10 @@ impl Random {
     }
 }
 
-/// Kinds of content.
+/// Count of the kinds of content.
 pub(super) const KINDS: usize = 13;
 
-/// For each kind, the share that lz4 leaves, and the factor of zstd's usual result on it.
+/// For each kind of content: its size with lz4 as a fraction of the original size, and a factor on zstd's usual result.
 const CONTENTS: [(f64, f64); KINDS] = [
     (0.63, 1.0),
     (0.52, 0.85),
@@ -57,17 +57,17 @@ const CONTENTS: [(f64, f64); KINDS] = [
     (1.0, 0.0),
 ];
 
-/// Content of Silesia.
+/// Kinds of content of the Silesia corpus.
 pub(super) const MIX: &[usize] = &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11];
 pub(super) const TEXT: &[usize] = &[0, 6, 9];
 pub(super) const HOPELESS: &[usize] = &[12];
-/// Half of it is incompressible.
+/// Kinds of content, half of them incompressible.
 pub(super) const HALF: &[usize] = &[3, 12, 7, 12];
 
-/// Costs of one pair of hosts.
+/// Actual costs on one pair of hosts.
 #[derive(Debug, Clone)]
 pub(super) struct Truth {
-    /// By candidate: ratio of CPU time to the guess, for encoding and decoding.
+    /// By candidate: ratio of the actual CPU time to the estimate, first for encoding, then for decoding.
     factors: Vec<[f64; 2]>,
     send: f64,
     receive: f64,
@@ -100,12 +100,12 @@ impl Truth {
         self.candidates[candidate].method.flag() == 0
     }
 
-    /// Returns the share of the content that a fast codec leaves.
+    /// Returns the size of the content with lz4, as a fraction of its original size.
     pub(super) fn sample(&self, kind: usize) -> f64 {
         CONTENTS[kind].0
     }
 
-    /// Returns the share of the content that the candidate leaves.
+    /// Returns the size of the content with `candidate`, as a fraction of its original size.
     pub(super) fn left(&self, kind: usize, candidate: usize) -> f64 {
         let (fast, better) = CONTENTS[kind];
         let guess = self.candidates[candidate].guess().left(fast);
@@ -116,17 +116,18 @@ impl Truth {
         }
     }
 
-    /// Returns the CPU time to encode a byte.
+    /// Returns the CPU time to encode a byte, in ns.
     pub(super) fn encode(&self, kind: usize, candidate: usize) -> f64 {
         self.candidates[candidate].guess().encode(CONTENTS[kind].0) * self.factors[candidate][0]
     }
 
-    /// Returns the CPU time to send a byte.
+    /// Returns the CPU time to send a byte, in ns.
     pub(super) fn send(&self) -> f64 {
         self.send
     }
 
-    /// Returns the destination's CPU time per byte of pages: incompressible content is hardly decoded.
+    /// Returns the destination's CPU time per byte of pages, in ns. It is small for incompressible content, which is hardly
+    /// decoded.
     pub(super) fn decode(&self, kind: usize, candidate: usize) -> f64 {
         let left = self.left(kind, candidate);
         let decode = match self.is_raw(candidate) || left > 0.99 {
