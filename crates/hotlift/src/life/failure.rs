@@ -1,52 +1,53 @@
-//! The one place for the error that ends a migration.
+//! Keeps the error that ends a migration: the first error of any thread.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::error::MigrationError;
 use crate::lock::lock;
 
-/// The first error of a migration, from any thread. Later errors are its consequences. Clones share it.
+/// First error of a migration. Later errors are consequences of the first error. All clones share the same error.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Failure(Arc<Mutex<First>>);
 
 #[derive(Debug, Default)]
 pub(crate) struct First {
     error: Option<MigrationError>,
-    /// The destination's error message.
+    /// First error message that the destination sent.
     reason: Option<String>,
 }
 
 impl Failure {
-    /// Locks the first error, so that none arrives between a check and the step after it.
+    /// Locks the first error. Until the lock is released, no thread can record an error.
     pub(crate) fn lock(&self) -> MutexGuard<'_, First> {
         lock(&self.0)
     }
 
-    /// Keeps `error` if it is the first.
+    /// Records `error`; ignores `error` if there already is one.
     pub(crate) fn keep(&self, error: MigrationError) {
         self.lock().keep(error);
     }
 
-    /// Keeps the destination's first reason for a failure.
+    /// Records the destination's error message; ignores all messages after the first one.
     pub(crate) fn explain(&self, reason: String) {
         self.lock().reason.get_or_insert(reason);
     }
 
-    /// Returns true if there is an error.
+    /// Returns true if an error was recorded.
     pub(crate) fn is_set(&self) -> bool {
         self.lock().is_set()
     }
 
-    /// Takes the error. If a connection was lost or closed, the destination's reason replaces the error, as its cause. (It does
-    /// not replace a timeout here: after that, the destination only reports that this side has left.)
+    /// Takes the error; returns `None` if there is none. If the error is a lost or closed connection, the result is the
+    /// destination's error message, if there is one, with that error as its cause. A timeout here is not replaced: after the
+    /// timeout, the destination only reports that the source disconnected.
     pub(crate) fn take(&self) -> Option<MigrationError> {
         let mut first = std::mem::take(&mut *self.lock());
         first.apply_reason();
         first.error
     }
 
-    /// Returns the reason to send to the source. For an error of the destination this is its message alone, because the
-    /// source's own error begins with the same prefix.
+    /// Returns the error message to send to the source; `None` without an error. An error that the destination reported is sent
+    /// without its prefix, because the source adds the same prefix.
     pub(crate) fn for_the_source(&self) -> Option<String> {
         let mut first = self.lock();
         first.apply_reason();

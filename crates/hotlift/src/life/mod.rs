@@ -1,4 +1,4 @@
-//! Lifetime of a migration: its end, and the waits that end with it.
+//! Lifetime of a migration: its end, and waits that the end wakes.
 //!
 //! | module | subject |
 //! |---|---|
@@ -7,10 +7,14 @@
 //! | [`failure`] | the first error, which ends the lifetime |
 //! | [`threads`] | named threads: a panic is an error of the migration, CPU time is recorded |
 //!
-//! Three verbs end a lifetime: [`Life::cancel`] asks, [`Life::fail`] keeps the first error and closes, [`Life::close`]
-//! releases every wait.
+//! Three functions end a lifetime:
 //!
-//! Of the engine's other modules it uses only `error`, `figures` and `lock`: no QEMU stream, option or status.
+//! - [`Life::cancel`] asks the migration to end.
+//! - [`Life::fail`] records the first error, then closes the lifetime.
+//! - [`Life::close`] ends every wait.
+//!
+//! Of the engine's other modules, this module uses only `error`, `figures` and `lock`. It uses no QEMU stream, option or
+//! status.
 
 pub(crate) mod failure;
 pub(crate) mod threads;
@@ -26,14 +30,14 @@ use crate::life::failure::Failure;
 use crate::life::wait_mutex::WaitMutex;
 use crate::lock::lock;
 
-/// Limit of a wait that an event or a change of the lifetime ends.
+/// Time limit of a wait that needs no timeout, because an event or a change of the lifetime ends it.
 pub(crate) const LONG: Duration = Duration::from_secs(3600);
 
 /// Handle of a lifetime. All clones refer to the same lifetime.
 #[derive(Clone)]
 pub(crate) struct Life {
     shared: Arc<Shared>,
-    /// Mutex on which [`Life::sleep_while`] waits.
+    /// Mutex that [`Life::sleep_while`] waits on.
     sleepers: Arc<WaitMutex<()>>,
 }
 
@@ -42,23 +46,23 @@ struct Shared {
     cancelled: AtomicBool,
     closed: AtomicBool,
     failure: Failure,
-    /// Count of changes; a wait checks its condition at each.
+    /// Count of changes of the lifetime. At each change, every wait checks its condition.
     changes: AtomicU64,
     waits: Mutex<Vec<Weak<dyn Wake>>>,
     clock: Clock,
 }
 
-/// Error of a closed lifetime, in which no wait continues.
+/// Error: the lifetime is closed, so the wait must end.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Closed;
 
-/// A wait that changes of a lifetime wake.
+/// A wait that is woken by each change of a lifetime.
 pub(crate) trait Wake: Send + Sync + std::fmt::Debug {
-    /// Takes note of a change. `is_closed` is true once the lifetime is closed.
+    /// Called after each change of the lifetime. `is_closed` is true once the lifetime is closed.
     fn wake(&self, is_closed: bool);
 }
 
-/// The changes of a lifetime, for its waits.
+/// Count of a lifetime's changes and its list of waits, without the right to change the lifetime.
 #[derive(Debug, Clone)]
 struct Changes(Arc<Shared>);
 
@@ -96,20 +100,20 @@ impl Default for Life {
 }
 
 impl Life {
-    /// Asks the migration to end, and ends all sleeps. The thread that decides about the guest then closes the lifetime, unless
-    /// the cancel came too late.
+    /// Asks the migration to end, and ends all sleeps. The thread that decides where the guest runs then closes the lifetime.
+    /// It ignores a cancel that comes too late.
     pub(crate) fn cancel(&self) {
         self.shared.cancelled.store(true, Ordering::Release);
         self.wake();
     }
 
-    /// Keeps `error` if it is the first, and releases every wait.
+    /// Records `error` if it is the first error, then ends every wait.
     pub(crate) fn fail(&self, error: MigrationError) {
         self.shared.failure.keep(error);
         self.close();
     }
 
-    /// Returns the place of the migration's first error.
+    /// Returns the storage of the migration's first error.
     pub(crate) fn failure(&self) -> &Failure {
         &self.shared.failure
     }
@@ -130,7 +134,7 @@ impl Life {
         }
     }
 
-    /// Releases every wait, now and later.
+    /// Ends every present wait. Later waits return at once.
     pub(crate) fn close(&self) {
         self.shared.closed.store(true, Ordering::Release);
         self.wake();
@@ -141,7 +145,7 @@ impl Life {
         self.shared.closed.load(Ordering::Acquire)
     }
 
-    /// Returns true once [`Life::close`] or [`Life::cancel`] was called: no sleep continues.
+    /// Returns true once [`Life::close`] or [`Life::cancel`] was called. Then every sleep ends.
     pub(crate) fn is_stopped(&self) -> bool {
         self.is_closed() || self.is_cancelled()
     }
@@ -154,7 +158,7 @@ impl Life {
         }
     }
 
-    /// Wakes `wait` at each change from now on, for as long as it lives.
+    /// Wakes `wait` at each later change of this lifetime, until `wait` is dropped.
     pub(crate) fn register(&self, wait: &Arc<impl Wake + 'static>) {
         let wait: Arc<dyn Wake> = Arc::clone(wait) as _;
         Changes(Arc::clone(&self.shared)).register(Arc::downgrade(&wait));
@@ -164,12 +168,12 @@ impl Life {
         }
     }
 
-    /// Returns the present time of this lifetime's clock.
+    /// Returns the time of this lifetime's clock. Tests can set the clock.
     pub(crate) fn now(&self) -> Instant {
         self.shared.clock.now()
     }
 
-    /// Makes all waits check their conditions. Must not be called with the lock of a [`WaitMutex`].
+    /// Makes all waits check their conditions again. The caller must not hold the lock of a [`WaitMutex`].
     pub(crate) fn wake(&self) {
         self.shared.changes.fetch_add(1, Ordering::AcqRel);
         let waits = lock(&self.shared.waits).clone();
@@ -178,7 +182,7 @@ impl Life {
         }
     }
 
-    /// Sleeps until `until`, for as long as `waits` is true and the lifetime is not stopped.
+    /// Sleeps until the time `until`. Returns earlier if `waits` returns false, or if the lifetime is cancelled or closed.
     pub(crate) fn sleep_while(&self, until: Instant, waits: impl Fn() -> bool) {
         let over = || match self.is_stopped() || !waits() {
             true => Err(()),
@@ -188,7 +192,7 @@ impl Life {
     }
 }
 
-/// The system's clock. Tests can set it forward.
+/// Clock of a lifetime: the system's clock, which tests can set forward.
 #[derive(Debug, Default)]
 struct Clock {
     #[cfg(test)]
@@ -213,7 +217,7 @@ impl Clock {
 
 #[cfg(test)]
 impl Life {
-    /// Stops the clock, so that [`Life::advance`] alone sets it forward.
+    /// Stops the clock for a test. Afterwards only [`Life::advance`] sets it forward.
     pub(crate) fn stop_clock(&self) {
         *lock(&self.shared.clock.stopped) = Some(Instant::now());
     }

@@ -1,6 +1,6 @@
-//! Threads of a migration: named as `top -H` shows them, and a panic in one is an error of the migration.
+//! Starts the threads of a migration. Each has a name, as `top -H` shows it. A panic in a thread is an error of the migration.
 //!
-//! A migration runs inside the process that holds the guest. An uncaught panic would end both.
+//! A migration runs in the same process as the guest. Without this conversion, a panic would end the guest too.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
@@ -13,7 +13,7 @@ use crate::error::MigrationError;
 use crate::figures::ThreadCpu;
 use crate::lock::lock;
 
-/// A thread that was started.
+/// A started thread. Its result is `None` if it has panicked.
 pub(crate) struct RunningThread<'scope, T>(thread::ScopedJoinHandle<'scope, Option<T>>);
 
 /// Starts a thread with a name of up to 15 bytes.
@@ -33,7 +33,7 @@ impl<T> RunningThread<'_, T> {
     /// Waits for the end of the thread, and returns its result.
     ///
     /// # Errors
-    /// [`MigrationError::Panicked`].
+    /// [`MigrationError::Panicked`] if the thread has panicked.
     pub(crate) fn join(self) -> Result<T, MigrationError> {
         let name = self.0.thread().name().unwrap_or_default().to_owned();
         let ended = self.0.join().ok().flatten();
@@ -41,12 +41,12 @@ impl<T> RunningThread<'_, T> {
     }
 }
 
-/// The threads of one migration. Each records its CPU time at its end.
+/// CPU times of one migration's threads. Each thread records its time when it ends.
 #[derive(Debug, Default)]
 pub(crate) struct ThreadTimes(Mutex<Vec<ThreadCpu>>);
 
 impl ThreadTimes {
-    /// Starts a thread with a name of up to 15 bytes. `failed` receives the error of `work`; a panic counts as an error.
+    /// Starts a thread with a name of up to 15 bytes. If `work` returns an error or panics, calls `failed` with the error.
     pub(crate) fn spawn<'scope>(
         &'scope self,
         scope: &'scope thread::Scope<'scope, '_>,
@@ -72,7 +72,7 @@ impl ThreadTimes {
         });
     }
 
-    /// Returns the CPU times recorded so far, in the order of the names' numbers.
+    /// Returns the CPU times of the ended threads, sorted by the numbers in their names.
     pub(crate) fn read(&self) -> Vec<ThreadCpu> {
         let mut threads = lock(&self.0).clone();
         threads.sort_by(|a, b| (a.name.len(), &a.name).cmp(&(b.name.len(), &b.name)));
@@ -80,7 +80,7 @@ impl ThreadTimes {
     }
 }
 
-/// Runs `work` on this thread; a panic becomes an error.
+/// Runs `work` on the calling thread. Returns [`MigrationError::Panicked`] if `work` panics.
 pub(crate) fn caught<T, E: From<MigrationError>>(
     work: impl FnOnce() -> Result<T, E>,
 ) -> Result<T, E> {
@@ -88,24 +88,24 @@ pub(crate) fn caught<T, E: From<MigrationError>>(
         .unwrap_or_else(|_| Err(MigrationError::panicked_here().into()))
 }
 
-/// Nice value, of 0 to 19, of a thread that no other thread waits for. Beside an ordinary thread it gets a tenth of a core, and
-/// still progresses where the guest's vCPUs take all that they can.
+/// Nice value, of 0 to 19, of a thread whose work is not urgent. Next to an ordinary thread it gets a tenth of a core. So it
+/// still progresses on a host where the guest's vCPUs use all CPU time.
 const NICE: i32 = 10;
 
-/// Lowers the priority of the calling thread. A thread that may not change its priority keeps it.
+/// Lowers the priority of the calling thread to [`NICE`]. A thread without permission to do this keeps its priority.
 pub(crate) fn lower_priority() {
-    // In Linux a priority belongs to a thread, and no id means the calling one.
+    // In Linux each thread has its own priority. No id means the calling thread.
     let _ = setpriority_process(None, NICE);
 }
 
-/// Priority of a thread whose work is awaited at first, and later not any more.
+/// Priority of a thread whose work is urgent only at first.
 #[derive(Debug, Default)]
 pub(crate) struct DetachableThread {
     is_lowered: bool,
 }
 
 impl DetachableThread {
-    /// Lowers the priority the first time that `unawaited` is true.
+    /// Lowers the calling thread's priority at the first call with `unawaited` true. Other calls do nothing.
     pub(crate) fn once(&mut self, unawaited: bool) {
         if unawaited && !self.is_lowered {
             self.is_lowered = true;
@@ -114,8 +114,8 @@ impl DetachableThread {
     }
 }
 
-/// Calls a function if its thread panics. The threads of a migration wait for each other, and a thread that ends without a
-/// report would be waited for forever.
+/// Calls a function if its thread panics. Without the call, other threads of the migration would wait forever for the panicked
+/// thread.
 pub(crate) struct OnPanic<F: Fn()>(pub F);
 
 impl<F: Fn()> Drop for OnPanic<F> {

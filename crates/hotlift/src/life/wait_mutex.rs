@@ -1,4 +1,4 @@
-//! State that threads wait for: until it has a value, until a deadline, or until the lifetime has changed.
+//! State that threads wait for. A wait ends with a value, at a deadline, or with an error after a change of the lifetime.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::life::{Changes, Life, Wake};
 use crate::lock::lock;
 
-/// A mutex with a condition variable. Changes of a lifetime wake it, so that no wait polls.
+/// A mutex with a condition variable. Changes of a lifetime wake its waits, so no wait has to poll.
 pub(crate) struct WaitMutex<T> {
     changes: Changes,
     inner: Arc<Inner<T>>,
@@ -58,7 +58,7 @@ impl<T: Send + 'static> WaitMutex<T> {
         lock(&self.inner.state)
     }
 
-    /// Wakes all waits, after a change that was made with the lock.
+    /// Wakes all waits. Needed after a change of the state through [`WaitMutex::lock`].
     pub(crate) fn notify(&self) {
         self.inner.changed.notify_all();
     }
@@ -70,13 +70,13 @@ impl<T: Send + 'static> WaitMutex<T> {
         outcome
     }
 
-    /// Returns the present time of the lifetime's clock.
+    /// Returns the time of the lifetime's clock.
     pub(crate) fn now(&self) -> Instant {
         self.changes.now()
     }
 
-    /// Waits as [`WaitMutex::wait_until`] does. Returns `None` once `timeout` has passed since the start of the wait, and since
-    /// the latest progress, whose time `latest` reads from the state.
+    /// Waits as [`WaitMutex::wait_until`] does, with a timeout that restarts at each progress. Returns `None` if there was no
+    /// progress for `timeout`. `latest` returns the time of the latest progress.
     ///
     /// # Errors
     /// The error of `keep_waiting`.
@@ -100,8 +100,8 @@ impl<T: Send + 'static> WaitMutex<T> {
         }
     }
 
-    /// Waits until `done` returns a value for the state; returns `None` once `deadline` is over. Calls `keep_waiting`, without
-    /// the lock, before it sleeps and at each change of the lifetime, but only after a call of `done` without a value.
+    /// Waits until `done` returns a value for the state. Returns `None` after `deadline`; without a deadline, waits forever. If
+    /// `done` returns no value, calls `keep_waiting` without the lock: before the sleep, and at each change of the lifetime.
     ///
     /// # Errors
     /// The error of `keep_waiting`.
@@ -137,7 +137,7 @@ impl<T: Send + 'static> WaitMutex<T> {
     }
 }
 
-/// Returns the deadline that follows `deadline` where the latest progress was at `latest`; `None` if that was too long ago.
+/// Returns a later deadline: `timeout` after the latest progress. Returns `None` if that is not later than `deadline`.
 fn later(deadline: Instant, latest: Option<Instant>, timeout: Duration) -> Option<Instant> {
     let later = latest.map(|latest| latest + timeout);
     later.filter(|later| *later > deadline)

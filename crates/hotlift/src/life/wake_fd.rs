@@ -11,7 +11,8 @@ use rustix::io::Errno;
 
 use crate::life::{Life, Wake};
 
-/// A descriptor that is readable after each change of a lifetime, so that a poll needs no timeout for it.
+/// Descriptor that becomes readable at each change of a lifetime. A poll of this descriptor needs no timeout to notice a
+/// change.
 #[derive(Debug)]
 pub struct WakeFd(Arc<Counter>);
 
@@ -20,13 +21,13 @@ struct Counter(OwnedFd);
 
 impl Wake for Counter {
     fn wake(&self, _: bool) {
-        // The counter holds up to 2^64 - 2, and wakes at 1.
+        // The counter counts up to 2^64 - 2. It is readable from 1 on.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 }
 
 impl WakeFd {
-    /// Creates a descriptor that changes of `life` make readable.
+    /// Creates a descriptor that becomes readable at each change of `life`.
     ///
     /// # Errors
     /// The system's error if it cannot create a descriptor.
@@ -37,26 +38,27 @@ impl WakeFd {
         Ok(Self(counter))
     }
 
-    /// Registers the descriptor for the changes of `life` too.
+    /// Makes the descriptor readable also at each change of `life`, which is another lifetime.
     pub(crate) fn and(self, life: &Life) -> Self {
         life.register(&self.0);
         self
     }
 
-    /// Returns a stop condition for a connection attempt, which ends at the change that makes `when` true.
+    /// Returns the stop condition of a connection attempt. The attempt ends once `when` returns true; each change of the
+    /// lifetime calls `when` again.
     pub(crate) fn stop<'a>(&'a self, when: &'a dyn Fn() -> bool) -> Stop<'a> {
         let wake_fd = Some(self.as_fd());
         Stop { wake_fd, when }
     }
 
-    /// Waits for an event on `fds`, a change of the lifetime, or the end of `wait`. The caller checks the lifetime before each
-    /// call: a change since then ends the wait at once.
+    /// Waits for an event on `fds`, a change of the lifetime, or the end of the time `wait`. The caller must check the lifetime
+    /// before each call. If the lifetime has changed after that check, the call returns at once.
     ///
     /// # Errors
     /// The system's error if it cannot wait.
     pub fn poll<'f>(&'f self, fds: &mut Vec<PollFd<'f>>, wait: Duration) -> io::Result<()> {
         fds.push(PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN));
-        // A time that does not fit counts as no limit.
+        // A time that does not fit the type means no limit.
         let wait = Timespec::try_from(wait).ok();
         let polled = poll(fds, wait.as_ref());
         let wake_fd = fds.pop();
@@ -71,7 +73,8 @@ impl WakeFd {
 }
 
 impl WakeFd {
-    /// Waits until a read of `stream` returns at once. Returns false if the lifetime has changed, or `wait` is over, before.
+    /// Waits until `stream` has data to read. Returns false if the lifetime changes, or the time `wait` ends, before data
+    /// arrives.
     ///
     /// # Errors
     /// See [`WakeFd::poll`].
