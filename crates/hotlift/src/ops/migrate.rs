@@ -1,4 +1,4 @@
-//! The source's side of a migration: connects, sends rounds, stops the guest, hands it over.
+//! The source's side of a migration: connects, sends rounds, stops the guest, and transfers its ownership.
 //!
 //! ```text
 //! setup    connect, opening packets, RAM block list          status setup
@@ -8,12 +8,12 @@
 //! confirm  wait for "it runs"                                status completed
 //! ```
 //!
-//! Up to the commit every failure, and a cancel, ends with the guest running here again. At the commit the source knows that
-//! the destination has loaded everything, and sends the commit on every socket. After it the guest runs here again only if the
-//! destination states that it never runs it.
+//! Until the commit, a failure or a cancel ends with the guest running at the source again. At the commit the source knows that
+//! the destination has loaded everything, and sends the commit on every connection. After the commit the source resumes the
+//! guest only if the destination states that it never runs the guest.
 //!
-//! With `postcopy-ram`, once postcopy is requested, the guest is stopped after the present round, however many pages are left:
-//! see `postcopy`.
+//! With `postcopy-ram`, a request for postcopy stops the guest after the present round, even if many pages are left: see
+//! `postcopy`.
 
 mod postcopy;
 
@@ -51,16 +51,17 @@ use crate::status::{MigrationEvent, Status};
 use crate::stream::handshake;
 use crate::tls;
 
-/// Most rounds that goal `shortest-downtime` adds once the rest fits the downtime limit. Each must halve the rest: after eight,
-/// a rest that took seconds takes only about as long as the wake-up of a thread.
+/// Maximum count of rounds that goal `shortest-downtime` adds once the remaining pages fit the downtime limit. Each added round
+/// must halve the remaining pages. After eight rounds, pages that would take seconds take only about as long as a thread's
+/// wake-up.
 const SHORTENING_ROUNDS: u64 = 8;
 
-/// Migrates the running `guest` to the Hotlift or QEMU that listens at `to`, and returns when the guest runs there. Blocks the
-/// caller's thread; `control` cancels from any other.
+/// Migrates the running `guest` to the Hotlift or QEMU that listens at `to`. Blocks the calling thread, and returns once the
+/// guest runs at the destination. Another thread can cancel through `control`.
 ///
 /// # Errors
-/// Any [`MigrationError`]. Unless it is [`MigrationError::InDoubt`] or [`MigrationError::PagesMissing`], the guest runs here as
-/// before. A control that was cancelled before cancels at once.
+/// Any [`MigrationError`]. After an error the guest runs at the source as before, except after [`MigrationError::InDoubt`] or
+/// [`MigrationError::PagesMissing`]. If `control` was cancelled before the call, returns [`MigrationError::Cancelled`] at once.
 pub fn migrate(
     guest: &dyn Guest,
     to: &Address,
@@ -181,14 +182,14 @@ fn run(
     })
 }
 
-/// State of the migration thread.
+/// State of the migration thread (`mig/src/main`).
 struct Migration<'a> {
     session: &'a Session<'a>,
     source: &'a GuestSource<'a>,
     opening: Opening<'a>,
     reporter: Reporter<'a>,
     started: Instant,
-    /// Total time, and two parts of it.
+    /// Total time. `setup` and `downtime` are parts of it.
     total: Duration,
     setup: Duration,
     downtime: Duration,
@@ -196,16 +197,16 @@ struct Migration<'a> {
     auto_converge: AutoConverge<'a>,
     xbzrle: Option<Xbzrle>,
     round: u64,
-    /// With `postcopy-preempt`: connection for requested pages.
+    /// With `postcopy-preempt`: the connection for requested pages.
     preempt: Option<Stream>,
-    /// In postcopy: all pages were sent, over one or more connections, and END may have arrived.
+    /// In postcopy: true once all pages were sent. The final END may have arrived too.
     sent_all: bool,
-    /// Error of the attempt to make the guest run here again.
+    /// Error of the attempt to resume the guest at the source.
     not_restored: Option<MigrationError>,
 }
 
 impl Migration<'_> {
-    /// Runs all phases; gives the guest back after a failure.
+    /// Runs all phases. After a failure before the commit, resumes the guest at the source.
     fn run(&mut self) -> Result<(), MigrationError> {
         let outcome = caught(|| self.phases());
         self.auto_converge.release();
@@ -217,10 +218,10 @@ impl Migration<'_> {
             moved => {
                 let postcopy = session.sink.postcopy().into_iter();
                 postcopy.for_each(Postcopy::settled);
-                // The guest has left; its dirty log only costs CPU time.
+                // The guest has left this host; its dirty log only costs CPU time.
                 let _ = source.guest.stop_dirty_log();
                 return moved.map_err(|error| match self.has_lost_pages() {
-                    // Whatever the error was, the destination may run the guest.
+                    // After any error, the destination may run the guest.
                     true => MigrationError::PagesMissing {
                         source: Box::new(error),
                     },
@@ -236,12 +237,12 @@ impl Migration<'_> {
                 true => Status::Cancelling,
                 false => Status::Failed,
             });
-        // Resumes before the wait for the destination's reason, because the guest is paused.
+        // Resumes the guest before it waits for the destination's reason, because the guest is paused.
         self.not_restored = self.give_back().err();
         Err(MigrationError::Cancelled)
     }
 
-    /// Runs all phases, in order.
+    /// Runs all phases in order, until the guest runs at the destination.
     fn phases(&mut self) -> Result<(), MigrationError> {
         self.set_up()?;
         self.setup = self.started.elapsed();
@@ -249,7 +250,7 @@ impl Migration<'_> {
         self.session.control.set_status(Status::Active);
         let switch = self.rounds()?;
         if let SwitchoverKind::Postcopy = switch {
-            // Connects while the guest still runs, to keep this out of the downtime.
+            // Connects while the guest still runs, to shorten the downtime.
             self.preempt = self.connect_preempt(&self.source.out.to)?;
         }
         let stopped_at = Instant::now();
@@ -266,12 +267,12 @@ impl Migration<'_> {
         Ok(())
     }
 
-    /// Sends the opening of the stream, and waits until the destination has taken it.
+    /// Sends the start of the stream, and waits until the destination has answered. Then starts the dirty log.
     fn set_up(&mut self) -> Result<(), MigrationError> {
         let Self {
             session, source, ..
         } = self;
-        // The answer shows that the destination has all channels, and distinguishes a Hotlift from a QEMU.
+        // The answer shows that the destination has all channels. It also shows if the destination is a Hotlift or a QEMU.
         session.sink.open(self.opening)?;
         session.sink.ram_start()?;
         source.ram.start_log()?;
@@ -279,7 +280,7 @@ impl Migration<'_> {
         Ok(())
     }
 
-    /// Reads the dirty log; returns how many pages it added.
+    /// Fetches the dirty log. Returns the count of pages that became dirty.
     fn sync(&self) -> Result<u64, MigrationError> {
         let newly_dirty = self.source.ram.sync()?;
         self.report_pass();
@@ -291,10 +292,10 @@ impl Migration<'_> {
         self.session.control.report(pass);
     }
 
-    /// Sends rounds while the guest runs, until the rest fits the downtime limit, or postcopy starts.
+    /// Sends rounds while the guest runs, until the remaining pages fit the downtime limit, or postcopy is requested.
     fn rounds(&mut self) -> Result<SwitchoverKind, MigrationError> {
         let mut synced_at = Instant::now();
-        // Pages pending when they last fitted, and the round in which they first fitted.
+        // Count of pending pages when they last fitted, and the round in which they first fitted.
         let (mut fitted, mut first_fit) = (None, None);
         loop {
             self.send_round()?;
@@ -317,7 +318,7 @@ impl Migration<'_> {
             if self.estimator.time_for(pending).is_some_and(fits) {
                 let before = fitted.replace(pending);
                 let rests = |before| pending > before / 2;
-                // Rounds since the pages first fitted; they have fitted after each of them.
+                // Rounds since the pages first fitted. The pages have fitted after each of these rounds.
                 let tries = self.round - *first_fit.get_or_insert(self.round);
                 let keep_waiting = live.stream.goal == Goal::ShortestDowntime
                     && !before.is_some_and(rests)
@@ -332,9 +333,9 @@ impl Migration<'_> {
         }
     }
 
-    /// Waits until the destination has processed all that was sent, however long that takes: written data is not yet in its
-    /// memory. Sockets hold some MiB, for which a slow decoder needs 100 ms; after the switchover that is downtime. Costs a
-    /// round-trip time per round.
+    /// Waits, without a time limit, until the destination has processed all sent data. Written data is not yet in the
+    /// destination's memory: sockets buffer some MiB, for which a slow decoder needs 100 ms. Without this wait, that time would
+    /// be downtime after the switchover. The wait costs a round-trip time per round.
     fn catch_up(&mut self) -> Result<(), MigrationError> {
         let session = self.session;
         session.sink.catch_up(INTERVAL, &mut || {
@@ -349,7 +350,7 @@ impl Migration<'_> {
         self.reporter.report(self.round, &self.estimator);
     }
 
-    /// Sends the dirty pages once, closed by a barrier, and waits until the destination has them all.
+    /// Sends the dirty pages once, then a barrier. While the guest runs, also waits until the destination has processed them.
     fn send_round(&mut self) -> Result<(), MigrationError> {
         self.round += 1;
         let before = self.source.out.counts();
@@ -381,19 +382,19 @@ impl Migration<'_> {
         self.wait_for_channels()?;
         self.source.ram.end_round();
         self.session.sink.barrier()?;
-        // Without the wait for the destination: a round-trip time counted as sending time would keep a migration over a long
-        // distance from ever meeting a short downtime limit.
+        // Measured without the wait for the destination. With the round-trip time included, a migration over a long distance
+        // could never meet a short downtime limit.
         let after = self.source.out.counts();
         self.estimator
             .round_done(after.since(before), started.elapsed());
-        // The last round is followed by the question whether all is loaded.
+        // After the last round, the source asks instead if all is loaded.
         if !self.source.is_guest_stopped() {
             self.catch_up()?;
         }
         Ok(())
     }
 
-    /// Stops the guest, and waits with `pause-before-switchover` until it may continue.
+    /// Stops the guest. With `pause-before-switchover`, waits until the operator lets the migration continue.
     fn stop_guest(&mut self) -> Result<(), MigrationError> {
         let GuestSource {
             control, options, ..
@@ -415,12 +416,12 @@ impl Migration<'_> {
         Ok(())
     }
 
-    /// Sends all that is left.
+    /// Sends the remaining pages and the devices of the stopped guest, and waits until the destination has loaded them.
     fn switch_over(&mut self) -> Result<(), MigrationError> {
         let GuestSource {
             guest, out, ram, ..
         } = self.source;
-        // The rest was measured to fit the downtime limit at full speed.
+        // The estimate that the remaining pages fit the downtime limit assumes full speed.
         out.link.pacer.lift();
         self.sync()?;
         out.main.take().complete();
@@ -436,14 +437,14 @@ impl Migration<'_> {
         self.session.sink.await_loaded()
     }
 
-    /// Hands the guest over, and waits until its outcome is known.
+    /// Commits: transfers the guest to the destination, and waits until the outcome is known.
     fn hand_over(&mut self) -> Result<(), MigrationError> {
         let session = self.session;
         if !session.commit(Hooks::default()) {
             return Err(MigrationError::Cancelled);
         }
         let outcome = session.sink.commit(&[], None);
-        // A destination that has taken a guest of this process runs it.
+        // A destination that accepts a guest of this process also runs it.
         session.source_handover.settle(match &outcome {
             Ok(_) => Some(DestinationStatement::Runs),
             Err(MigrationError::Destination { .. }) => Some(DestinationStatement::Never),
@@ -464,7 +465,7 @@ impl Migration<'_> {
         })
     }
 
-    /// Makes the guest run here again, if it was stopped for the migration.
+    /// Stops the dirty log, and resumes the guest at the source if it was stopped for the migration.
     fn give_back(&self) -> Result<(), MigrationError> {
         let stopped = self.source.guest.stop_dirty_log();
         if self.source.is_guest_stopped() {
@@ -475,15 +476,15 @@ impl Migration<'_> {
     }
 }
 
-/// Kind of the handover.
+/// Pages that the destination has when the guest switches over.
 enum SwitchoverKind {
-    /// With all of its pages.
+    /// The destination has all pages of the guest.
     Whole,
-    /// Before the destination has them.
+    /// Pages are missing: they follow while the guest runs at the destination.
     Postcopy,
 }
 
-/// Returns an error if the migration must stop. Another thread has kept the reason, unless the migration is cancelled.
+/// Returns an error if the migration is cancelled or has failed. The recorded first error is the real reason.
 fn check(session: &Session<'_>) -> Result<(), MigrationError> {
     match session.control.life().is_stopped() {
         true => Err(MigrationError::Cancelled),

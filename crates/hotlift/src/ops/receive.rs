@@ -1,4 +1,4 @@
-//! The destination's side of a migration: accepts its connections, fills guest RAM, loads devices, and takes ownership of the
+//! The destination's side of a migration: accepts its connections, fills guest RAM, and loads devices. Takes ownership of the
 //! guest when the source releases it.
 
 use std::thread;
@@ -24,16 +24,17 @@ use crate::pipe::session::Session;
 use crate::pipe::settings::RelaySettings;
 use crate::stream::handshake;
 
-/// Most threads that populate RAM: this many already use all of the memory bandwidth.
+/// Maximum count of threads that populate RAM: eight already use all of the memory bandwidth.
 const POPULATE_THREADS: usize = 8;
 
-/// Waits at `listener` for one migration into `guest`, which has not run. Returns when the guest runs here and its source knows
-/// this, or when the source may not ask any more: after `handshake_timeout` plus `settle_timeout` of the limits. The guest
-/// already runs in the meantime; `control` reports this at once.
+/// Waits at `listener` for one migration into `guest`, which must not have run yet. Returns when the guest runs and the source
+/// has confirmed that it knows this. Without a confirmation, returns after `handshake_timeout` plus `settle_timeout`, when the
+/// source no longer asks. The guest already runs during that wait; `control` reports at once that it runs.
 ///
 /// # Errors
-/// [`MigrationError::PagesMissing`] after a cancel while the source was lost: the guest runs here, and waits for pages that
-/// will not come. After any other [`MigrationError`] the guest does not run here; its RAM and devices must be discarded.
+/// [`MigrationError::PagesMissing`] after a cancel in postcopy while the source was disconnected: the guest runs here, but will
+/// never get its missing pages. After any other [`MigrationError`] the guest does not run here. Its RAM and devices must then
+/// be discarded.
 pub fn receive(
     guest: &dyn Guest,
     listener: Listener,
@@ -46,11 +47,11 @@ pub fn receive(
     })
 }
 
-/// Prepares the guest's RAM for a migration with these options, before a peer learns where to connect: with `mem-prealloc`,
-/// makes the kernel allocate all of it now.
+/// With `mem-prealloc`, makes the kernel allocate all of the guest's RAM now. Without this option, does nothing. Must be called
+/// before a peer learns where to connect.
 ///
 /// # Errors
-/// [`MigrationError::Memory`] if there is not enough of it.
+/// [`MigrationError::Memory`] if the host has too little memory.
 pub fn prepare(guest: &dyn Guest, options: &Options) -> Result<(), MigrationError> {
     if !options.mem_prealloc {
         return Ok(());
@@ -60,7 +61,7 @@ pub fn prepare(guest: &dyn Guest, options: &Options) -> Result<(), MigrationErro
         .min(POPULATE_THREADS);
     for block in guest.ram() {
         let block: &RamBlock = block;
-        // Threads must not split huge pages.
+        // No huge page may be split between two threads.
         let share = block.len().div_ceil(workers).next_multiple_of(2 << 20);
         thread::scope(|scope| {
             let threads: Result<Vec<_>, _> = (0..block.len())
@@ -117,7 +118,7 @@ fn run(
         &mut main,
         Some(accept_loop),
     )?;
-    // A socket's file should not outlive its use.
+    // Deletes the socket's file once no more connections are expected.
     drop(listener);
     let end = session
         .destination_handover

@@ -1,5 +1,5 @@
-//! Restores a VM from a save file into a QEMU that runs it at once: devices first, then pages as the guest requests them, and
-//! the others in the background.
+//! Restores a VM from a save file into a QEMU that runs the guest at once. The devices are sent first, then pages as the guest
+//! requests them. All other pages are sent in the background.
 //!
 //! For QEMU this is a postcopy whose source has sent no page before the switch.
 //!
@@ -9,13 +9,13 @@
 //! END  EOF                                                                 the guest has all pages
 //! ```
 //!
-//! With [`Preempt`], requested pages use a connection of their own, on which nothing precedes them.
+//! With [`Preempt`], requested pages have a separate connection, so that they need not wait for background pages.
 //!
-//! RAM that QEMU has in huge pages ([`Hooks::page_sizes`]) is sent in huge pages.
+//! RAM that consists of huge pages in QEMU ([`Hooks::page_sizes`]) is sent in huge pages.
 //!
-//! `pages` finds the pages in the file; module `postcopy` of the engine does everything that does not depend on the file.
+//! Module `pages` finds the pages in the file. The engine's module `postcopy` does everything that does not depend on the file.
 //!
-//! Zero pages are sent only on request; pages that were never sent are zero once the stream has ended.
+//! Zero pages are sent only on request. After the end of the stream, QEMU treats every page that was not sent as zero.
 
 mod pages;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -45,120 +45,123 @@ use crate::status::Status;
 use crate::stream::main_send::{LOADED, MainLink, MainSend};
 use crate::stream::return_path::{Answers, Messages};
 
-/// Time limit for QEMU to open the stream, and to load the devices. Loading waits for pages, which are sent in the meantime.
+/// Time limit for QEMU to open the stream, and then to load the devices. While QEMU loads, it can request pages.
 const LOADING: Duration = Duration::from_secs(60);
 
-/// Time limit of the retries after the file's server is lost. Then the guest waits for an operator who resumes the restore.
+/// Time limit for the attempts to reconnect to the file's server. After this time, an operator must resume the restore.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Time limit for QEMU to report why it has refused the devices, after its refusal on the stream. Short, because the main loop
-/// of QEMU 11.1 hangs while the connection is open, and rarely reports anything after a long hang.
+/// Time limit for QEMU to report over QMP why it has refused the devices. It starts with the refusal on the stream. It is short
+/// because QEMU 11.1's main loop hangs while the connection is open. After a long hang it rarely reports anything.
 const REASON: Duration = Duration::from_millis(100);
 
-/// Interval at which QEMU is asked for that reason.
+/// Interval at which QEMU is polled for the reason of its refusal.
 const ASK_FOR_REASON: Duration = Duration::from_millis(20);
 
-/// Interval at which QEMU is asked whether it loads the devices.
+/// Interval at which QEMU is polled for its state while it loads the devices.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 
-/// Number of the PING after the opening, as QEMU counts.
+/// Number of the PING after the start of the stream. QEMU uses the same number.
 const OPENED: u32 = 1;
 
-/// Moment at which a QEMU with capability `postcopy-preempt` takes the connection for requested pages. With the capability it
-/// waits for this connection; without the capability it takes none.
+/// Time at which a QEMU with capability `postcopy-preempt` accepts the connection for requested pages. With the capability,
+/// QEMU waits for this connection. Without the capability, QEMU accepts no such connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Preempt {
-    /// QEMU 7.2: after main, before anything is read; a final message ends it.
+    /// QEMU 7.2: directly after the main connection, before QEMU reads anything. A final message ends the connection.
     First,
-    /// QEMU 8.0 and later: before the guest runs; QEMU ends it.
+    /// QEMU 8.0 and later: before the guest runs. QEMU ends the connection.
     BeforeRun,
 }
 
-/// See [`Hooks::on_loaded`].
+/// Type of [`Hooks::on_loaded`].
 pub type OnLoaded<'a> = &'a (dyn Fn(Instant) -> Result<(), MigrationError> + Sync);
 
-/// State of a QEMU that should load the devices, as it reports outside the stream (over QMP).
+/// State of a QEMU that should load the devices, as QEMU reports it over QMP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Loading {
-    /// Nothing decisive.
+    /// The state does not show if QEMU loads the devices.
     Unknown,
-    /// Its main loop has finished the package, and the guest does not run.
+    /// QEMU's main loop has processed the package of devices, but the guest does not run.
     Idle,
-    /// It has refused the devices.
+    /// QEMU has refused the devices.
     Refused,
 }
 
 /// Settings and callbacks of the caller of a lazy restore.
 #[derive(Default, Clone, Copy)]
 pub struct Hooks<'a> {
-    /// Receives reports, twice a second.
+    /// Called with the progress, twice a second.
     pub on_progress: Option<&'a (dyn Fn(&LazyProgress) + Sync)>,
-    /// Called once, before the first byte is sent that lets the destination run the guest.
+    /// Called once, before the first byte that allows the destination to run the guest.
     pub on_commit: Option<&'a (dyn Fn() + Sync)>,
-    /// Id of the expected file ([`crate::file::inspect`]): another file is refused.
+    /// Id of the expected file, from [`crate::file::inspect`]. Any other file is refused.
     pub file: Option<u64>,
-    /// If set, requested pages have a connection of their own, made at this moment.
+    /// If set, requested pages have a separate connection, which is made at this time.
     pub preempt: Option<Preempt>,
-    /// RAM blocks whose pages in QEMU are not 4 KiB, by name, with the size of these pages in bytes.
+    /// Page sizes in bytes of RAM blocks whose pages in QEMU are larger than 4 KiB, by block name.
     pub page_sizes: &'a [(String, u64)],
-    /// True if damaged pages become zero in the guest. Otherwise the guest waits for them.
+    /// True if the guest gets a zero page in place of each damaged page. If false, a vCPU that needs a damaged page waits.
     pub salvage: bool,
-    /// With `salvage`, called for each damaged part of the file, before a page of it is sent as zero.
+    /// With `salvage`: called for each damaged part of the file, before any of its pages is sent as zero.
     pub on_lost: Option<&'a (dyn Fn(&LostPages) + Sync)>,
-    /// Asks QEMU whether it loads the devices. Called twice a second until they are loaded; the restore waits for the answer.
+    /// Returns QEMU's state while QEMU loads the devices. Called twice a second; the restore waits for the result.
     pub loading: Option<&'a (dyn Fn() -> Loading + Sync)>,
-    /// Called once QEMU has loaded the devices, with the time of the connection, to check that the guest runs. Pages that the
-    /// guest requests are sent in the meantime; an error ends the restore.
+    /// Called once QEMU has loaded the devices, to check that the guest runs. The argument is the time when the connection was
+    /// made. Requested pages are sent while the callback runs. An error ends the restore.
     pub on_loaded: Option<OnLoaded<'a>>,
 }
 
-/// A moment of a lazy restore.
+/// Progress of a lazy restore.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LazyProgress {
-    /// Pages that the guest has: those with content that were sent, and those that it had before a resumed restore.
+    /// Pages that the guest has: sent pages with content, and pages that the guest had before a resumed restore.
     pub pages: u64,
-    /// Number of these pages that the guest has requested.
+    /// Part of `pages` that the guest has requested.
     pub requested: u64,
-    /// True while the connection to the file's server is lost, and retried.
+    /// True while the connection to the file's server is lost and is being restored.
     pub is_lost: bool,
-    /// True if a part of the file is damaged: a vCPU that needs it waits.
+    /// True if a part of the file is damaged. A vCPU that needs a page of this part waits.
     pub is_damaged: bool,
 }
 
 /// Result of one lazy restore.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct LazyReport {
-    /// From the connection until QEMU has loaded the devices and runs the guest, in milliseconds.
+    /// Time from the connection until QEMU has loaded the devices and runs the guest, in milliseconds.
     pub running_ms: f64,
-    /// From the connection until the guest has all pages, in milliseconds.
+    /// Time from the connection until the guest has all pages, in milliseconds.
     pub total_ms: f64,
     /// Pages that the guest had before a resumed restore.
     #[serde(default)]
     pub pages_before: u64,
     /// Pages with content that were sent.
     pub normal_pages: u64,
-    /// Zero pages sent: requested ones, those of huge pages with some content, and one at the end if no page was requested.
+    /// Zero pages sent:
+    ///
+    /// - requested pages
+    /// - zero pages within a huge page that has some content
+    /// - one page at the end, if no page was requested
     pub zero_pages: u64,
     /// Bytes written to QEMU.
     pub sent_bytes: u64,
-    /// Pages that the guest has requested, and that were not already sent; a huge page counts as one.
+    /// Requests for pages that had not been sent yet. A huge page counts as one.
     pub requests: u64,
-    /// Time from the moment when a request was read until its page was written, in microseconds: the median, the 99th
-    /// percentile, and the longest.
+    /// Time from the receipt of a request until its page was written, in microseconds: median, 99th percentile, and maximum.
     pub request_us: [f64; 3],
-    /// The source's machine.
+    /// Machine type of the saved VM.
     pub machine: String,
-    /// With [`Hooks::salvage`]: damaged pages, which are zero.
+    /// With [`Hooks::salvage`]: damaged pages, which are zero in the guest.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub lost: Vec<LostPages>,
 }
 
-/// Restores the VM in a save file into the QEMU that listens at `to` with capability `postcopy-ram`. `max-bandwidth` and
-/// `cpu-limit` of the options limit the pages that the guest has not requested. With `resume`, that QEMU already has the guest
-/// and a part of its pages, and waits for the others (`migrate-recover`).
+/// Restores the VM in a save file into the QEMU that listens at `to` with capability `postcopy-ram`. The options
+/// `max-bandwidth` and `cpu-limit` apply only to pages that the guest has not requested. With `resume`, the QEMU must already
+/// have the guest and a part of its pages, and must wait for the other pages (`migrate-recover`).
 ///
 /// # Errors
-/// [`MigrationError::PagesMissing`] once the guest may run; any other error before.
+/// [`MigrationError::PagesMissing`] if the restore fails after the guest may have started. Any other error if it fails before.
 pub fn restore(
     from: impl Into<Location>,
     to: &Address,
@@ -192,7 +195,7 @@ pub fn restore(
         let link = Arc::new(MainLink {
             transport,
             counters: Arc::default(),
-            // The background has a pacer of its own.
+            // The background has its own pacer.
             pacer: Arc::new(Pacer::new(0)),
             life: control.life().clone(),
         });
@@ -242,7 +245,7 @@ pub fn restore(
     })
 }
 
-/// Returns the RAM blocks of a file, with the page sizes of the destination's QEMU. The source's page sizes do not matter.
+/// Returns the file's RAM blocks, with the page sizes that the destination's QEMU uses. The source's page sizes do not matter.
 fn blocks_of(
     stream: &SavedStream,
     page_sizes: &[(String, u64)],
@@ -269,7 +272,7 @@ fn blocks_of(
 struct Restore<'a> {
     file: &'a BlockFile,
     connection: Connection<'a, FilePages<'a>>,
-    /// Connects for requested pages, if QEMU takes that connection before the guest runs.
+    /// Makes the connection for requested pages. Returns `None` unless QEMU accepts this connection before the guest runs.
     connect_preempt: &'a (dyn Fn() -> Result<Option<Stream>, MigrationError> + Sync),
     control: &'a Control,
     begun: Instant,
@@ -277,7 +280,7 @@ struct Restore<'a> {
     /// Pages that the guest had before a resumed restore.
     pages_before: u64,
     hooks: Hooks<'a>,
-    /// True once the guest may run: a failure after that leaves it without some pages.
+    /// True once the guest may run. From then on, a failure leaves the guest without some of its pages.
     may_run: AtomicBool,
     running: OnceLock<Duration>,
 }
@@ -306,7 +309,7 @@ impl Restore<'_> {
                     return Err(error);
                 }
                 if !is_whole {
-                    // Another thread has kept the reason.
+                    // Another thread has recorded the reason.
                     return Err(MigrationError::Cancelled);
                 }
                 connection.wait_for_reader()?;
@@ -331,7 +334,7 @@ impl Restore<'_> {
         }
     }
 
-    /// Sends everything up to the package that runs the guest, and waits until the devices are loaded.
+    /// Sends the start of the stream and the package that runs the guest, then waits until QEMU has loaded the devices.
     fn open(&self) -> Result<(), MigrationError> {
         let stream = self.file.stream();
         let Connection { main, answers, .. } = &self.connection;
@@ -401,7 +404,8 @@ impl Restore<'_> {
         self.await_devices()
     }
 
-    /// Waits until QEMU has loaded the devices. A QEMU that could not load them may keep the connection open and send nothing.
+    /// Waits until QEMU has loaded the devices. Also polls QEMU over QMP: after a failed load, QEMU may keep the connection
+    /// open and send nothing.
     fn await_devices(&self) -> Result<(), MigrationError> {
         let Connection { answers, link, .. } = &self.connection;
         let limit = Some((LOADING, "QEMU to load the devices"));
@@ -419,7 +423,8 @@ impl Restore<'_> {
             asked = Instant::now();
             let is_idle = loading == Loading::Idle;
             let is_idle_again = std::mem::replace(&mut was_idle, is_idle) && is_idle;
-            // A QEMU that loads them answers the PING before its main loop returns; only the reader's thread may be late.
+            // A QEMU that loads the devices answers the PING before its main loop returns. Only this side may not have read the
+            // answer yet.
             let is_answered = || {
                 answers.next_pong().is_none()
                     || link.transport.wait_readable(Duration::ZERO).unwrap_or(true)
@@ -435,8 +440,9 @@ impl Restore<'_> {
         outcome
     }
 
-    /// Waits until QEMU reports over QMP why it has refused the devices. Its message on the stream comes before that, and QEMU
-    /// 10 ends once the connection is closed.
+    /// Waits, for at most [`REASON`], until QEMU reports over QMP why it has refused the devices. Must run before the
+    /// connection is closed: the refusal on the stream comes earlier than the reason, and QEMU 10 exits when the connection is
+    /// closed.
     fn await_reason(&self) {
         let until = Instant::now() + REASON;
         while let Some(loading) = self.hooks.loading
@@ -453,7 +459,7 @@ impl Restore<'_> {
         answers.await_answers(limit, LONG, || self.control.life().check())
     }
 
-    /// Reports progress to the caller's callback, if there is one.
+    /// Reports progress to the caller's callback, twice a second. Returns at once if there is no callback.
     fn watch(&self) {
         const EVERY: Duration = Duration::from_millis(500);
         let Some(on_progress) = self.hooks.on_progress else {

@@ -1,4 +1,4 @@
-//! Pages of a save file. For each requested page, the whole block of the file that contains it is decoded.
+//! Pages of a save file. For each requested page, decodes the whole block of the file that contains the page.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -13,31 +13,33 @@ use crate::lock::lock;
 use crate::options::Options;
 use crate::postcopy::{Batch, Ledger, Pages, Place, PrefetchQueue, Reader};
 
-/// Pages that a background thread takes at once: 256 KiB. The neighbours of a requested page wait for no more than this.
+/// Pages that a background thread takes at a time from a local file: 256 KiB. A requested page near them waits no longer than
+/// these pages take.
 const SHARE: usize = 64;
 
-/// Pages that a background thread takes at once from a file on another host, where each share costs a round trip: 4 MiB.
+/// Pages that a background thread takes at a time from a file on another host: 4 MiB. Each read then costs a round trip.
 const FAR_SHARE: usize = 1024;
 
-/// Blocks of the file that a background thread takes at once, among those with the pages that the guest wrote last.
+/// Blocks of the file that a background thread takes at a time, of the blocks with the pages that the guest wrote last.
 const WRITTEN: usize = 32;
 
 /// Callback for a damaged part of a file.
 type OnLost<'a> = &'a (dyn Fn(&LostPages) + Sync);
 
-/// A save file, as a source of requested pages.
+/// A save file, as a source of requested pages and of background pages.
 pub(super) struct FilePages<'a> {
     file: &'a BlockFile,
     control: &'a Control,
-    /// Called for each damaged part of the file, if damaged pages become zero.
+    /// Called for each damaged part of the file. Set if damaged pages are sent as zero.
     on_lost: Option<OnLost<'a>>,
     memory: MemoryLimit,
-    /// Error of the first part of the file that could not be used; the other parts are still sent.
+    /// Error of the first damaged part of the file. The other parts are still sent.
     pub damaged: Failure,
     near: PrefetchQueue,
-    /// Pages that the background has taken.
+    /// Position of the background in RAM: which pages the background threads have taken.
     shares: Shares,
-    /// One page of each block of the file that was written last, the latest at the end; `None` before the first search.
+    /// Pages that the guest wrote last, one for each block of the file. The latest is at the end. `None` before the search for
+    /// them.
     written_last: Mutex<Option<Vec<Place>>>,
 }
 
@@ -60,17 +62,18 @@ impl<'a> FilePages<'a> {
         }
     }
 
-    /// Returns the damaged pages, which are zero.
+    /// Returns the damaged pages, which are zero in the guest.
     pub(super) fn lost(&self) -> Vec<LostPages> {
         self.file.lost()
     }
 
-    /// Returns true while the connection to the file's server is lost, and retried.
+    /// Returns true while the connection to the file's server is lost and is being restored.
     pub(super) fn is_lost(&self) -> bool {
         self.file.remote().is_some_and(RemoteReader::is_lost)
     }
 
-    /// Returns the next share of `written_last`, the latest first. The first caller searches for the pages, while others wait.
+    /// Returns the next pages of `written_last`, the latest first; `None` if there are no more. The first caller searches the
+    /// file for these pages, and other callers wait.
     fn next_written_last(&self) -> Result<Option<Vec<Place>>, MigrationError> {
         let mut known = lock(&self.written_last);
         if known.is_none() {
@@ -86,7 +89,7 @@ impl<'a> FilePages<'a> {
                         };
                         let entry = entry.filter(|entry| entry.position >= from);
                         let position = entry.map(|entry| entry.position);
-                        // Most pages of a block are adjacent in RAM: this keeps the list short.
+                        // Most pages of a block are adjacent in RAM: this check shortens the list.
                         let last = pages.last().map(|(last, _, _)| *last);
                         let position = position.filter(|position| last != Some(*position));
                         pages.extend(position.map(|position| (position, block, page)));
@@ -126,7 +129,8 @@ impl Pages for FilePages<'_> {
         })
     }
 
-    /// Returns the pages that were written last, then those near requested pages, then all of RAM from the lowest page on.
+    /// Returns the next pages for the background: pages that the guest wrote last, then pages near requested pages, then all of
+    /// RAM from the lowest page on. Returns `None` after the last page.
     fn next(&self) -> Result<Option<Vec<Place>>, MigrationError> {
         if let Some(written) = self.next_written_last()? {
             return Ok(Some(written));
@@ -149,7 +153,8 @@ impl Pages for FilePages<'_> {
         }
     }
 
-    /// Keeps the error of a damaged part of the file, instead of returning it: only the pages in that part are not sent.
+    /// Records an error of a damaged part of the file, and returns success: only the pages in that part are not sent. Returns
+    /// any other error.
     fn unless_damaged(&self, outcome: Result<(), MigrationError>) -> Result<(), MigrationError> {
         match outcome {
             Err(error) if is_of_a_part(&error) => {
@@ -161,19 +166,20 @@ impl Pages for FilePages<'_> {
     }
 }
 
-/// Reader of one thread.
+/// Reads and decodes blocks of the file for one thread.
 pub(super) struct FileReader<'a> {
     file: &'a BlockFile,
     on_lost: Option<OnLost<'a>>,
     blocks: Blocks<'a>,
-    /// The RAM block and the block of the file that was read last.
+    /// Index of the RAM block, and entry of the file's block that was read last.
     loaded: Option<(usize, Entry)>,
-    /// Position of a block that could not be used, so that it is not tried again for each of its pages.
+    /// Position of the last damaged block, so that it is not read again for each of its pages.
     unusable: Option<u64>,
 }
 
 impl FileReader<'_> {
-    /// Decodes the block of a page. Returns the page's place in the block; `None` for a page that is zero, or becomes zero.
+    /// Decodes the block of the file that contains a page. Returns the page's index in the block. Returns `None` for a zero
+    /// page, and for a damaged page that becomes zero.
     fn find(&mut self, block: usize, page: usize) -> Result<Option<usize>, MigrationError> {
         let found = match self.file.entry(block, page) {
             Ok(Some(entry)) => self.load(entry, block, page).map(|()| Some(entry.place)),
@@ -189,7 +195,7 @@ impl FileReader<'_> {
         })
     }
 
-    /// Adds the pages of the block that was read last.
+    /// Adds the pages of the block that was read last to `batch`. Omits outdated pages.
     fn add_loaded(&self, batch: &mut Batch) -> Result<(), MigrationError> {
         let Some((block, entry)) = self.loaded else {
             return Ok(());
@@ -202,7 +208,8 @@ impl FileReader<'_> {
         Ok(())
     }
 
-    /// Returns true if a page of the block of `entry` has its final content: later writes of the guest are in another block.
+    /// Returns true if the block of `entry` has the final content of `page`. If the guest wrote the page again, a later block
+    /// has it.
     fn is_current(&self, block: usize, page: u64, entry: Entry) -> Result<bool, MigrationError> {
         let page = usize::try_from(page).unwrap_or(usize::MAX);
         let last = self.file.entry(block, page)?;
@@ -225,20 +232,21 @@ impl Reader for FileReader<'_> {
         Ok(place.map(|place| self.blocks.page(place).as_slice()))
     }
 
-    /// Adds pages in the order of the file, where pages that are not neighbours in RAM may share a block: each is decoded once.
+    /// Adds pages in the order of the file. A block can contain pages that are not adjacent in RAM; in this order each block is
+    /// decoded once.
     fn add_all(
         &mut self,
         block: usize,
         pages: Range<usize>,
         batch: &mut Batch,
     ) -> Result<(), MigrationError> {
-        // Most requests are for one page, whose place need not be looked up twice.
+        // Most requests are for one page: no need to look up its place twice.
         if pages.len() == 1 {
             return self.add(block, pages.start, batch);
         }
         let places = pages.clone().map(|page| (block, page));
         self.file.read_ahead(&mut self.blocks, places)?;
-        // An error of the index occurs again when the page is read.
+        // An error of the index is ignored here: it occurs again when the page is read.
         let entry = |page| self.file.entry(block, page).ok().flatten();
         let mut pages: Vec<_> = pages
             .map(|page| (entry(page).map(|entry| entry.position), page))
@@ -248,20 +256,20 @@ impl Reader for FileReader<'_> {
         pages.try_for_each(|(_, page)| self.add(block, page, batch))
     }
 
-    /// Adds the neighbours, which are decoded: a guest that needs one page soon needs those around it.
+    /// Adds the other pages of the decoded block: a guest that needs one page soon needs the pages around it.
     fn follow(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
         self.add_loaded(batch)
     }
 
     fn read_ahead(&mut self, share: &[Place], ledger: &Ledger) -> Result<(), MigrationError> {
-        // Not huge pages: `add_all` reads all pages of one ahead.
+        // Excludes huge pages: `add_all` reads ahead all parts of a huge page.
         let missing = share.iter().copied().filter(|(block, page)| {
             !ledger.has_huge_pages(*block) && !ledger.is_sent(*block, *page)
         });
         Ok(self.file.read_ahead(&mut self.blocks, missing)?)
     }
 
-    /// Returns true if the page must be sent: a page that is zero, or in an unusable block, is not.
+    /// Returns true if the background must send the page. Returns false for a zero page, and for a page in a damaged block.
     fn prepare(&mut self, block: usize, page: usize, _: &Ledger) -> Result<bool, MigrationError> {
         if let (Some(unusable), Ok(Some(entry))) = (self.unusable, self.file.entry(block, page))
             && entry.position == unusable
@@ -280,7 +288,7 @@ impl Reader for FileReader<'_> {
             are_current &= self.is_current(block, number, entry)?;
         }
         match are_current {
-            // The decoded pages can be moved out: the background reads each block once.
+            // The decoded pages can be moved out of the reader, because the background reads each block once.
             true => {
                 self.loaded = None;
                 self.blocks.take_pages(batch);

@@ -1,4 +1,4 @@
-//! The switch to postcopy, and the phase after it: the guest runs at the destination, and receives its missing pages.
+//! The switch to postcopy, and the phase after it: the guest runs at the destination, and its missing pages follow.
 //!
 //! ```text
 //! switch   stop guest, list of pages to discard, PING           status device
@@ -38,8 +38,8 @@ use crate::stream::return_path::{Answers, Messages};
 use crate::tls;
 
 impl Migration<'_> {
-    /// Hands the guest over before the destination has all pages, and returns when it has them. Returns the downtime of the
-    /// guest, which was stopped at `stopped_at`.
+    /// Runs the switch to postcopy and the phase after it. Returns once the destination has all pages. The result is the
+    /// downtime of the guest, which was stopped at `stopped_at`.
     pub(super) fn postcopy(&mut self, stopped_at: Instant) -> Result<Duration, MigrationError> {
         let (session, source) = (self.session, self.source);
         let (out, control) = (source.out, source.control);
@@ -72,7 +72,7 @@ impl Migration<'_> {
             })
         });
         while let Err(error) = outcome {
-            // Prefers the cause of the lost connection to a consequence of it.
+            // Prefers the cause of the lost connection to an error that follows from it.
             let error = source.lost.take().unwrap_or(error);
             let streams = out.streams();
             streams.for_each(|stream| stream.shutdown(Shutdown::Both));
@@ -85,11 +85,12 @@ impl Migration<'_> {
         Ok(downtime.unwrap_or_else(|| stopped_at.elapsed()))
     }
 
-    /// Makes the destination discard the pages that the guest has written since they were sent, and those that were never sent.
+    /// Makes the destination discard outdated pages: pages that the guest has written since they were sent. Includes pages that
+    /// were never sent.
     fn discard(&mut self) -> Result<(), MigrationError> {
         let GuestSource { ram, out, .. } = self.source;
         if ram.pending() == 0 {
-            // A QEMU that has nothing to discard waits forever.
+            // A QEMU waits forever if there is nothing to discard.
             ram.put_back(0, 0);
         }
         let mut discards = Vec::new();
@@ -102,8 +103,8 @@ impl Migration<'_> {
         postcopy.map_or(Ok(()), Postcopy::await_ready)
     }
 
-    /// Sends the guest its pages over one connection, until the destination has all. A thread of this connection reads
-    /// `messages`; the first connection already has a reader.
+    /// Sends pages over one connection until the destination has all of them. Starts a thread that reads `messages`; the first
+    /// connection passes `None`, because it already has a reader.
     fn serve(
         &mut self,
         pages: &GuestPages<'_>,
@@ -152,7 +153,7 @@ impl Migration<'_> {
                 let waiting = "the destination's message that it loaded the devices";
                 let limit = Some((LOADING, waiting));
                 answers.await_answers(limit, LONG, || match answers.statement() {
-                    // The destination stays connected until its refusal was received.
+                    // The destination stays connected until its refusal has been received.
                     Some(DestinationStatement::Never) => Err(answers.refusal()),
                     _ => Ok(()),
                 })?;
@@ -168,7 +169,7 @@ impl Migration<'_> {
                         connection.close();
                     }
                 })?;
-                // One thread: it reads memory as fast as one connection sends.
+                // One thread suffices: it reads memory as fast as one connection sends.
                 if !connection.send_background(scope, "mig/src/push_", 1)? {
                     return Err(MigrationError::main_closed());
                 }
@@ -189,11 +190,11 @@ impl Migration<'_> {
         connection.take_failure().map_or(Ok(()), Err)
     }
 
-    /// Waits after `lost` until an operator resumes the migration, and returns the new address. `None` if the destination has
-    /// everything: only its statement was lost.
+    /// After a lost connection, waits until an operator resumes the migration. Returns the new address. Returns `None` if the
+    /// destination turns out to have all pages.
     ///
     /// # Errors
-    /// The guest has not run at the destination, and never will; or the migration was cancelled.
+    /// The error `lost` after a cancel. Also an error if the destination states that it will never run the guest.
     fn await_resume(&self, lost: MigrationError) -> Result<Option<Address>, MigrationError> {
         let GuestSource {
             control,
@@ -203,7 +204,7 @@ impl Migration<'_> {
         } = self.source;
         let (source_handover, answers) = (&self.session.source_handover, &out.answers);
         control.set_status(Status::PostcopyPaused);
-        // Only a refusal counts here: the statement that all pages arrived comes only at the end of the stream.
+        // Only a refusal counts here: the destination states that all pages arrived only at the end of the stream.
         let mut statement = answers
             .statement()
             .filter(|statement| *statement == DestinationStatement::Never);
@@ -228,7 +229,8 @@ impl Migration<'_> {
                 source_handover.settle(None);
                 return Err(lost);
             }
-            // If the guest is known to run, the only open question is whether all pages arrived, which needs all to be sent.
+            // If the guest is known to run, the only open question is if all pages arrived. The source asks it only after it
+            // has sent all pages.
             let may_ask = self.sent_all || !source_handover.is_known_to_run();
             let id = answers.id().filter(|_| may_ask);
             let wait = match id.and_then(|_| question.next(Instant::now())) {
@@ -246,7 +248,7 @@ impl Migration<'_> {
         }
     }
 
-    /// Continues over a connection to `to`, with the pages that the destination has, and those that it requests.
+    /// Continues the postcopy over a new connection to `to`. The destination first lists the pages that it has.
     fn resume(&mut self, to: &Address) -> Result<(), MigrationError> {
         let GuestSource {
             control,
@@ -298,8 +300,8 @@ impl Migration<'_> {
         self.serve(&pages, ledger, connection, &answers, &mut || ())
     }
 
-    /// Makes a further connection of this migration, to `to`. Sends a Hotlift the id of the migration, so that one that waits
-    /// for another migration rejects the connection.
+    /// Makes an additional connection of this migration, to `to`. To a Hotlift, sends the id of the migration, so that a
+    /// Hotlift that waits for another migration rejects the connection.
     fn connect(&self, to: &Remote) -> Result<Stream, MigrationError> {
         let GuestSource {
             options,
@@ -312,13 +314,13 @@ impl Migration<'_> {
         connect_with(pass.as_ref(), to, timeout, &control.dialing())
     }
 
-    /// Connects to `to` for the pages that the guest waits for, with `postcopy-preempt`.
+    /// With `postcopy-preempt`, makes the connection for requested pages. Returns `None` without this option.
     pub(super) fn connect_preempt(&self, to: &Remote) -> Result<Option<Stream>, MigrationError> {
         let preempts = self.source.options.postcopy.preempt;
         preempts.then(|| self.connect(to)).transpose()
     }
 
-    /// Returns true if the guest runs at the destination, and will not get all of its pages.
+    /// Returns true if the guest runs at the destination but will not get all of its pages.
     pub(super) fn has_lost_pages(&self) -> bool {
         self.session.source_handover.outcome() == Some(SourceOutcome::PagesLost)
     }

@@ -1,5 +1,5 @@
-//! The relay: passes a QEMU's migration stream on. It takes the pages out of the stream, compresses them and spreads them over
-//! channels, or does the reverse.
+//! The relay: forwards a QEMU's migration stream. It extracts the pages from the stream, compresses them and distributes them
+//! over channels, or does the reverse.
 //!
 //! ```text
 //! stream_source   packets, records of main -> batches
@@ -9,25 +9,29 @@
 //! file            batches -> a save file, or a mapped-ram file
 //! ```
 //!
-//! Both sides are QEMU's stream: main and multifd channels in any method, or main alone. The format of the incoming stream is
-//! detected, and the options define that of the outgoing one. So one engine works at the source (QEMU in, channels out), at the
-//! destination (channels in, QEMU out), and with a QEMU that compresses by itself.
+//! Input and output are QEMU's stream: main and multifd channels in any method, or main alone. The format of the incoming
+//! stream is detected; the options define the format of the outgoing stream. So one engine covers three cases:
+//!
+//! - at the source: QEMU in, channels out
+//! - at the destination: channels in, QEMU out
+//! - with a QEMU that compresses by itself
 //!
 //! # Order
 //!
-//! Between two barriers a page is sent at most once, so that batches may overtake each other. A sync point of the incoming
-//! stream becomes one of the outgoing stream. The main thread waits until all channels have reached their SYNC and every batch
-//! is written. Then it writes SYNC on all channels, and the multifd flush. A source without multifd has no sync points; there a
-//! barrier is made when a page comes a second time.
+//! Between two barriers a page is sent at most once, so batches may be written in any order. A sync point of the incoming
+//! stream becomes a sync point of the outgoing stream. The main thread waits until all channels have reached their SYNC and
+//! every batch is written. Then it writes SYNC on all channels, and the multifd flush. A source without multifd has no sync
+//! points: there the relay makes a barrier when a page comes a second time.
 //!
 //! # Ownership of the guest
 //!
-//! A QEMU runs the guest when it has read EOF, and its source takes the guest back if it then receives nothing. A relay that
-//! was killed in between would make two guests of it. So the relay beside the source holds EOF back until its QEMU has released
-//! the guest; `handover` has the diagram.
+//! A QEMU runs the guest when it has read EOF, and its source resumes the guest if the source then receives nothing. A relay
+//! that is killed between these two events would cause two running guests. So the relay beside the source delays EOF until its
+//! QEMU has released the guest. Module `handover` has the diagram.
 //!
-//! Before SHUT(0) to the source, every failure leaves the guest with the source, and the destination without EOF. If a relay is
-//! killed in the milliseconds between SHUT(0) and EOF, the guest is complete and paused at the source, and runs nowhere.
+//! If the relay fails before it sends SHUT(0) to the source, the source keeps the guest, and the destination gets no EOF. If a
+//! relay is killed in the milliseconds between SHUT(0) and EOF, no QEMU runs the guest. The guest is then complete and paused
+//! at the source.
 
 mod pass_on;
 mod restore;
@@ -53,44 +57,45 @@ use crate::pipe::session::Relayed;
 /// Result of one migration through a relay.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct RelayReport {
-    /// From the source's first connection until the report that the destination has the guest, in milliseconds.
+    /// Time from the source's first connection until the report that the destination has the guest, in milliseconds.
     pub total_ms: f64,
     /// Bytes read from all incoming channels.
     pub received_bytes: u64,
     /// Bytes written to all outgoing channels.
     pub sent_bytes: u64,
-    /// Pages passed on with their content.
+    /// Pages forwarded with their content.
     pub normal_pages: u64,
-    /// Pages passed on as zero.
+    /// Pages forwarded as zero.
     pub zero_pages: u64,
-    /// Barriers passed on or made.
+    /// Barriers of the outgoing stream.
     pub barriers: u64,
-    /// Bytes of normal pages over `sent_bytes`.
+    /// Compression ratio: bytes of the normal pages, divided by `sent_bytes`.
     pub ratio: f64,
-    /// `sent_bytes` × 8 over `total_ms`, in 10^6 bit/s.
+    /// Throughput in 10^6 bit/s: `sent_bytes` × 8 over `total_ms`.
     pub throughput_mbps: f64,
-    /// The source's machine; empty for a stream that was passed through unread.
+    /// Machine type of the source; empty if the stream was passed through unread.
     pub machine: String,
-    /// Page compression method of the outgoing side.
+    /// Page compression method of the outgoing stream.
     pub method: String,
-    /// Packets by method, if each packet has its own method.
+    /// Packets by method, if the method can differ between packets.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub methods: Vec<MethodFigures>,
-    /// Reason why the stream was passed through byte for byte; `None` for one that was relayed page by page.
+    /// Reason why the stream was passed through byte for byte; `None` if it was relayed page by page.
     pub passed_through: Option<String>,
     /// With [`RelaySettings::salvage`]: damaged pages of the file, which are zero.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub lost: Vec<LostPages>,
-    /// Cost of this relay.
+    /// Cost of this relay: CPU time and accelerator statistics.
     pub side: SideFigures,
 }
 
-/// Passes one migration on, from its first connection to its end.
+/// Forwards one migration, from its first connection to its end.
 ///
 /// # Errors
-/// Any [`MigrationError`]; all connections are closed then. The source has kept the guest, with four exceptions:
-/// [`MigrationError::InDoubt`], [`MigrationError::Released`] and [`MigrationError::PagesMissing`] state where the guest is. In
-/// the case of [`MigrationError::Destination`], the source may already have released the guest that the destination refused.
+/// Any [`MigrationError`]. All connections are closed then. The source has kept the guest, except after these errors:
+///
+/// - [`MigrationError::InDoubt`], [`MigrationError::Released`] and [`MigrationError::PagesMissing`] state where the guest is.
+/// - [`MigrationError::Destination`]: the destination refused the guest, but the source may already have released it.
 pub fn relay(
     incoming: Incoming<'_>,
     outgoing: &Outgoing<'_>,
@@ -125,10 +130,10 @@ pub fn relay(
     })
 }
 
-/// Returns a token that cannot be guessed, for [`RelaySettings::incoming_pass`].
+/// Returns a random token that cannot be guessed, for [`RelaySettings::incoming_pass`].
 ///
 /// # Errors
-/// The system's error if the kernel has no random bytes.
+/// The system's error if the kernel cannot provide random bytes.
 pub fn new_token() -> std::io::Result<[u8; 16]> {
     Ok(crate::stream::handshake::new_id()?.0)
 }

@@ -1,4 +1,4 @@
-//! One migration through the relay, start to end: its connections, its threads, and their end.
+//! Runs one migration through the relay, from start to end: its connections and its threads.
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
@@ -34,27 +34,27 @@ use crate::stream::main_channel::{MainChannel, SilenceLimit, StreamConsumer};
 use crate::stream::main_recv::{MainInput, WaitCondition};
 use crate::stream::multifd_recv::Methods;
 
-/// Time limit for the first page of a source, after its channels.
+/// Time limit for a source's first packet with pages, once all of its channels are connected.
 const FIRST_PAGES: Duration = Duration::from_secs(1);
 
-/// Packets that are searched for the first page: a barrier or two may precede it.
+/// Maximum count of packets that are searched for the first page: a barrier or two may precede it.
 const FIRST_PACKETS: usize = 3;
 
-/// Most huge pages that have partly arrived on a channel: the one that is being sent there, and those whose batches are being
-/// written.
+/// Maximum count of huge pages of a channel that have partly arrived: the huge page that is being sent, and huge pages whose
+/// batches are being written.
 const HUGE_PAGES: usize = 8;
 
 /// Poll interval of the wait for the first page.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Passes on the stream of a source that connects to `listener`.
+/// Accepts a source at `listener`, and forwards its stream.
 pub(crate) fn run(listener: &Listener, request: Request<'_>) -> Result<Relayed, MigrationError> {
     let mut arrivals = QemuConnections::new(listener, request.settings, request.control)?;
     let (main, since) = arrivals.main(&WaitCheck::early(request.control))?;
     pass_on(main, arrivals, since, request)
 }
 
-/// Runs one migration, start to end.
+/// Runs one migration of the source whose main channel is `main`.
 fn pass_on(
     main: Stream,
     mut arrivals: QemuConnections<'_>,
@@ -71,10 +71,10 @@ fn pass_on(
     let memory = settings.limits.memory(0);
     let id = handshake::new_id().map_err(MigrationError::opening)?;
     control.set_id(id);
-    // Its bytes are counted again below, once the number of channels is known.
+    // The bytes of the set-up are counted again below, once the number of channels is known.
     let unbooked = Counters::default();
-    // A source that the caller monitors is not dropped for its silence: QEMU can take a minute to start the dirty log of a
-    // large VM, or on a busy host, and sends nothing in that time.
+    // The silence timeout does not apply to a source that the caller monitors. QEMU can take a minute to start the dirty log of
+    // a large VM, or on a busy host, and sends nothing in that time.
     let silence = match hooks.ownership {
         Some(_) => SilenceLimit::Unlimited,
         None => SilenceLimit::Always(settings.limits.handshake_timeout),
@@ -194,7 +194,7 @@ fn pass_on(
     let takes_activity = setup
         .relay
         .is_some_and(|features| features.contains(Features::DOING));
-    // A relay may use another method for each packet.
+    // A relay may select another method for each packet.
     let methods = match setup.relay {
         Some(_) => Methods::Each,
         None => Methods::First,
@@ -221,7 +221,7 @@ fn pass_on(
         &session.received[upstream.source.multifd.len()],
     );
     let mut reader = MainReader::new(&session, &upstream, &setup, input, machine);
-    // A relay announces its number of channels, and asks questions; a QEMU does neither.
+    // A relay as destination announces its count of channels, and its source may query the outcome. A QEMU does neither.
     let mut accept_loop = None;
     let mut uncounted = None;
     match upstream.source.is_hotlift() {
@@ -247,14 +247,14 @@ fn pass_on(
     Ok(session.relayed(&setup.configuration.machine))
 }
 
-/// Connections that may arrive while a relay reads a QEMU's main channel.
+/// Accepts connections that may arrive while a relay reads a QEMU's main channel.
 struct Connections<'a, 'l> {
-    /// `None` if the source is a relay, which announces the number of its connections.
+    /// `None` if the source is a relay, because a relay announces the count of its connections in advance.
     arrivals: RefCell<Option<QemuConnections<'l>>>,
     upstream: &'a Upstream,
     uuid: Option<[u8; 16]>,
     postcopy: bool,
-    /// True over TLS: the source waits for the handshake of its preempt connection before it continues precopy.
+    /// True over TLS. The source then waits for the handshake of its preempt connection before it continues precopy.
     is_secured: bool,
     session: &'a Session<'a>,
 }
@@ -295,7 +295,7 @@ impl LateConnections for Connections<'_, '_> {
         let main = &self.upstream.source.main;
         let preempt = &self.upstream.preempt;
         self.take(|arrivals| {
-            // With a candidate, the handshake of another client must not delay the guest.
+            // If a candidate has connected, the handshake of another client must not delay the guest.
             let call = Some(&call).filter(|_| !preempt.is_any());
             arrivals.another(main, Duration::ZERO, call)
         });
@@ -310,14 +310,14 @@ impl LateConnections for Connections<'_, '_> {
     }
 }
 
-/// Returns the method of a source's packets, from the first packet with pages, which follows the opening at once. Returns
-/// [`Method::None`] if it does not arrive in time.
+/// Returns the method of a source's packets. Reads it, without consuming data, from the first packet with pages. Returns
+/// [`Method::None`] if no such packet arrives within [`FIRST_PAGES`].
 fn first_method(channels: &[Stream], call: &WaitCheck<'_>) -> Result<Method, MigrationError> {
     let deadline = Instant::now() + FIRST_PAGES;
     let mut seen = vec![0; FIRST_PACKETS * HEADER_LEN];
     while !channels.is_empty() && Instant::now() < deadline {
         for channel in channels {
-            // A broken channel is found when it is read.
+            // An error of the channel is ignored here: it occurs again when the channel is read.
             let length = channel.peek(&mut seen).ok().flatten().unwrap_or(0);
             if let Some(method) = multifd::first_method(&seen[..length]) {
                 return Ok(method);
@@ -330,7 +330,7 @@ fn first_method(channels: &[Stream], call: &WaitCheck<'_>) -> Result<Method, Mig
     Ok(Method::None)
 }
 
-/// Returns why a relay cannot take the packets that a Hotlift announces in `hello`; `None` if it can.
+/// Returns the reason why a relay cannot process the packets that a Hotlift announces in `hello`. Returns `None` if it can.
 fn unfit(hello: Hello) -> Option<MigrationError> {
     let size = |layout: PacketLayout| format!("{} bytes", layout.pages() * layout.page_size());
     (hello.layout != PacketLayout::QEMU).then(|| MigrationError::Mismatch {

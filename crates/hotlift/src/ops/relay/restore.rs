@@ -1,5 +1,5 @@
-//! Restores a VM from a file, start to end: threads read each page of the file once, into batches. The guest runs only after
-//! all pages were read.
+//! Restores a VM from a file. Threads read each page of the file once, into batches. The guest runs only after all pages were
+//! read.
 
 use std::time::Instant;
 
@@ -19,7 +19,7 @@ use crate::status::Status;
 use crate::stream::handshake;
 use crate::stream::main_recv::WaitCondition;
 
-/// Passes the VM in `file` on, in either format.
+/// Sends the VM in `file`, which may have either format, to the destination.
 pub(crate) fn from(file: &SavedVm, request: Request<'_>) -> Result<Relayed, MigrationError> {
     match file {
         SavedVm::Blocks(file) => run(file, request),
@@ -27,7 +27,7 @@ pub(crate) fn from(file: &SavedVm, request: Request<'_>) -> Result<Relayed, Migr
     }
 }
 
-/// Passes the VM in `file` on.
+/// Runs one restore of the VM in `file`, from start to end.
 fn run<P: PageMap>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed, MigrationError> {
     let Request {
         settings, hooks, ..
