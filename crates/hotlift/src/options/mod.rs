@@ -1,7 +1,7 @@
-//! The one table of migration options: names, units, ranges and defaults as in QEMU 10.0.
+//! Table of all migration options: names, units, ranges and defaults as in QEMU 10.0.
 //!
-//! Command-line flags, help and documentation are generated from [`OPTIONS`]. Values are parsed and checked against their
-//! ranges here and nowhere else, before anything is opened.
+//! Command-line flags, help and documentation are generated from [`OPTIONS`]. All values are parsed here, and checked against
+//! their ranges, before any file or connection is opened.
 
 mod parts;
 mod qmp;
@@ -23,20 +23,20 @@ pub use values::{
     parse_size,
 };
 
-/// Longest `silence_timeout`: the same for every interface that sets it.
+/// Maximum of `silence_timeout`. Every interface that sets this option uses it.
 pub const MAX_SILENCE_TIMEOUT: Duration = Duration::from_secs(86_400);
 
-/// Memory that a source can make its receiver allocate for each channel, in addition to `memory_limit`: a payload is up to
-/// twice its pages, which are 512 KiB.
+/// Memory in bytes that a source can make its receiver allocate for each channel, in addition to `memory_limit`. A payload can
+/// be twice as large as its pages, which are 512 KiB.
 pub(crate) const CHANNEL_MEMORY: usize = 1 << 20;
 
-/// Most bytes of pages in a packet: limit of the option, and of what a destination accepts from a Hotlift.
+/// Maximum size of a packet's pages in bytes. It limits the option, and the packets that a destination accepts from a Hotlift.
 pub(crate) const MAX_PACKET_SIZE: usize = 8 << 20;
 
-/// Refusal of an option, in QEMU's wording, with the range and the given value.
+/// Rejection of an option, in QEMU's wording.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OptionError {
-    /// No option has that name.
+    /// No option has the given name.
     #[error("parameter '{name}' is unexpected")]
     Unknown {
         /// The name as given.
@@ -47,63 +47,64 @@ pub enum OptionError {
     Value {
         /// The option's name.
         name: &'static str,
-        /// The values that it accepts.
+        /// The values that the option accepts.
         expected: String,
         /// The value as given.
         got: String,
     },
-    /// The accelerator is required, and cannot be used.
+    /// The operator requires an accelerator that cannot be used.
     #[error("accelerator=required: {device} cannot be used: {reason} (see 'hotlift accel')")]
     NoAccelerator {
-        /// The device.
+        /// Name of the accelerator device.
         device: &'static str,
-        /// Cause.
+        /// Reason why the device cannot be used.
         reason: String,
     },
-    /// Two options do not go together.
+    /// An option has no effect, because another option has the wrong value.
     #[error("{option} needs {needs}")]
     Conflict {
-        /// The option and its value.
+        /// The option without effect, with its value.
         option: String,
-        /// The option that it needs.
+        /// The setting that the option needs, for example `multifd=on`.
         needs: &'static str,
     },
 }
 
-/// Kind of an option, which decides how it is set over QMP and HMP.
+/// Kind of an option. It determines the QMP command that sets the option.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// `migrate-set-capabilities`.
+    /// Set by `migrate-set-capabilities`.
     Capability,
-    /// `migrate-set-parameters`.
+    /// Set by `migrate-set-parameters`.
     Parameter,
-    /// `migrate-set-parameters`, with the prefix `x-hotlift-`: QEMU has no such option.
+    /// An option that QEMU lacks. Set by `migrate-set-parameters`, with the prefix `x-hotlift-`.
     Ours,
 }
 
 /// One row of the table of options.
 pub struct OptionInfo {
-    /// QEMU's name (QMP's spelling, with dashes).
+    /// The option's name, as in QMP: with dashes.
     pub name: &'static str,
-    /// A shorter name for the command line, if it has one.
+    /// Shorter name of the option on the command line; `None` if there is none.
     pub alias: Option<&'static str>,
     /// Kind of the option.
     pub kind: Kind,
-    /// The values that it accepts.
+    /// The values that the option accepts.
     pub values: Values,
-    /// Unit of a number; empty if it has none.
+    /// Unit of the option's number; empty without a unit.
     pub unit: &'static str,
     /// True if a change takes effect in a running migration.
     pub live: bool,
-    /// Section of help that shows it.
+    /// Section of help that shows the option.
     pub group: Group,
-    /// Roles that do not take this option, in addition to the roles that its group excludes.
+    /// Roles that reject this option or one of its values, in addition to the roles that its group excludes.
     pub not_for: &'static [NotFor],
     /// Defaults that differ from [`OptionInfo::default`], by role.
     pub defaults: &'static [RoleDefault],
-    /// Option without which this one has no effect. QMP does not check this, as QEMU does not: the other may be set later.
+    /// Setting without which this option has no effect. QMP does not check this, because the operator may set the other option
+    /// later; QEMU does not check it either.
     pub with: Option<With>,
-    /// Its effect, in one line.
+    /// Effect of the option, in one line.
     pub help: &'static str,
     access: Access,
 }
@@ -114,9 +115,9 @@ impl std::fmt::Debug for OptionInfo {
     }
 }
 
-/// Access to an option's field.
+/// Reads and writes an option's field in [`Options`].
 struct Access {
-    /// Stores a checked value.
+    /// Stores a value whose range was checked.
     store: fn(&mut Options, Value),
     read: fn(&Options) -> Value,
 }
@@ -143,18 +144,18 @@ impl OptionInfo {
         })
     }
 
-    /// Returns the default as text, as an operator would type it.
+    /// Returns the default value as text, in the form that an operator would type.
     #[must_use]
     pub fn default(&self) -> String {
         self.values.typed(&self.read(&Options::default()))
     }
 }
 
-/// Returns the row of an option. Accepts names with dashes or underscores, ours with or without their prefix, and the names of
-/// older documents ([`OLDER_NAMES`]).
+/// Returns an option's row in the table. The name may have dashes or underscores. Hotlift's own options may have the prefix
+/// `x-hotlift-`. Names of older documents are accepted too ([`OLDER_NAMES`]).
 ///
 /// # Errors
-/// [`OptionError::Unknown`].
+/// [`OptionError::Unknown`] if no option has this name.
 pub fn option(name: &str) -> Result<&'static OptionInfo, OptionError> {
     let dashed = name.replace('_', "-");
     OPTIONS
@@ -167,10 +168,10 @@ pub fn option(name: &str) -> Result<&'static OptionInfo, OptionError> {
 }
 
 impl Options {
-    /// Sets an option by name. Accepts names with dashes or underscores.
+    /// Sets an option by name to a typed value. The name may have dashes or underscores.
     ///
     /// # Errors
-    /// [`OptionError`] for an unknown name or a value outside the range, with that range.
+    /// [`OptionError`] for an unknown name, or for a value that the option does not accept.
     pub fn set(&mut self, name: &str, value: &str) -> Result<(), OptionError> {
         let option = option(name)?;
         self.store(option, option.parse(value)?);
@@ -178,12 +179,12 @@ impl Options {
         Ok(())
     }
 
-    /// Sets an option to a value from its own [`OptionInfo::parse`] or [`OptionInfo::read`].
+    /// Sets an option to a value that its own [`OptionInfo::parse`] or [`OptionInfo::read`] returned.
     pub fn store(&mut self, option: &OptionInfo, value: Value) {
         (option.access.store)(self, value);
     }
 
-    /// Copies the options that may change while a migration runs.
+    /// Copies from `from` the options that may change while a migration runs.
     pub(crate) fn take_live(&mut self, from: &Self) {
         for option in OPTIONS.iter().filter(|option| option.live) {
             (option.access.store)(self, option.read(from));
@@ -273,7 +274,7 @@ mod tests {
         assert!(error.to_string().contains("none, zlib, zstd"), "{error}");
     }
 
-    /// Returns options set in this order, if they go together.
+    /// Returns options set in this order, or the error if they contradict each other.
     fn given(options: &[(&str, &str)]) -> Result<Options, OptionError> {
         let mut all = Options::default();
         for (name, value) in options {

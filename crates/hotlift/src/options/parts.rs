@@ -1,6 +1,8 @@
-//! The options of a migration by subject: fields, defaults, and the checks that they go together. Each role uses some subjects:
-//! a guest all ([`Options`]), a relay [`StreamOptions`] and [`Limits`], and a side whose source decides everything else
-//! [`Limits`] and [`TlsOptions`].
+//! The options of a migration by subject: fields, defaults, and checks of combinations. Each role uses some subjects:
+//!
+//! - a guest of this process: all of them ([`Options`])
+//! - a relay: [`StreamOptions`] and [`Limits`]
+//! - a destination whose source decides everything else: [`Limits`] and [`TlsOptions`]
 
 use std::time::Duration;
 
@@ -14,7 +16,7 @@ use super::values::{AccelPath, Goal, Value, ZeroPageDetection};
 use super::{CHANNEL_MEMORY, MAX_PACKET_SIZE, OptionError, With};
 use crate::accelerators::HARDWARE;
 
-/// Declares structs with a default for each field.
+/// Declares structs, with a default for each field.
 macro_rules! options {
     ($(
         $(#[$about:meta])*
@@ -39,66 +41,67 @@ macro_rules! options {
 options! {
     /// All options of a guest's migration, at either end.
     pub struct Options {
-        /// Form of the stream.
+        /// Format of the stream.
         pub stream: StreamOptions = StreamOptions::default(),
-        /// Limits for the other side.
+        /// Limits for the peer.
         pub limits: Limits = Limits::default(),
         /// Encryption.
         pub tls: TlsOptions = TlsOptions::default(),
-        /// Detection of zero pages at the source.
+        /// Detection of zero pages; used at the source.
         pub zero_pages: ZeroPageOptions = ZeroPageOptions::default(),
-        /// Switchover at the source.
+        /// The switchover; used at the source.
         pub switchover: SwitchoverOptions = SwitchoverOptions::default(),
-        /// Throttling of the source's vCPUs.
+        /// Throttling of the vCPUs; used at the source.
         pub auto_converge: AutoConvergeOptions = AutoConvergeOptions::default(),
-        /// Postcopy; both ends.
+        /// Postcopy; used at both ends.
         pub postcopy: PostcopyOptions = PostcopyOptions::default(),
-        /// Announcements of the guest at the destination.
+        /// Network announcements of the guest; used at the destination.
         pub announce: AnnounceOptions = AnnounceOptions::default(),
-        /// Size of the source's cache of pages that `xbzrle` compares with, in bytes; a power of two.
+        /// Size in bytes of the source's cache of sent pages, for `xbzrle`; a power of two.
         pub xbzrle_cache_size: u64 = 64 << 20,
-        /// True if the source's pages wait for a free compression thread; if false, pages that find none are sent uncompressed.
+        /// True if the source's pages wait for a free compression thread. If false, a page is sent uncompressed when no thread
+        /// is free.
         pub compress_wait_thread: bool = true,
-        /// Number of the destination's threads that decompress, 1 to 255.
+        /// Count of the destination's threads that decompress `compress` pages, 1 to 255.
         pub decompress_threads: u8 = 2,
-        /// True if the destination populates its RAM before the first page arrives.
+        /// True if the destination makes the kernel allocate the guest's RAM before the first page arrives.
         pub mem_prealloc: bool = false,
-        /// True if a monitor sends each state as an event. The engine does not read it.
+        /// True if a monitor sends each change of the migration's status as an event. The engine does not read it.
         pub events: bool = false,
-        /// Not read by the engine: the destination always answers.
+        /// Capability `return-path`. The engine does not read it: the destination always answers.
         pub return_path: bool = false,
     }
 
-    /// Form of a stream, and the rates and cores of the side that sends it.
+    /// Format of a stream, and limits for the process that sends it.
     pub struct StreamOptions {
-        /// True if pages travel on multifd channels, false if they are records of the main channel. `None`: on, unless
-        /// `compress` or `xbzrle` is. [`StreamOptions::multifd`] returns the value in effect.
+        /// True if pages are sent on multifd channels, false if they are records of the main channel. `None` means on, unless
+        /// `compress` or `xbzrle` is on. [`StreamOptions::multifd`] returns the effective value.
         pub multifd: Option<bool> = None,
-        /// Number of multifd channels, 1 to 255.
+        /// Count of multifd channels, 1 to 255.
         pub multifd_channels: u8 = 2,
         /// Page compression method.
         pub multifd_compression: &'static MethodInfo = &METHODS[0],
-        /// Levels of the methods.
+        /// Compression levels of the methods.
         pub levels: Levels = Levels::default(),
-        /// Pages of one packet, in bytes; a multiple of the page size. A relay has QEMU's, the default.
+        /// Size of the pages in a packet, in bytes; a multiple of the page size. A relay uses QEMU's size, the default.
         pub multifd_packet_size: u32 = 512 << 10,
-        /// True if method none sends guest pages by reference instead of copying them into the socket. A relay does so anyway.
+        /// True if method none sends guest pages by reference, without a copy into the socket. A relay always does this.
         pub zero_copy_send: bool = false,
-        /// True if threads compress pages on the main channel (QEMU 2.4 to 9.0).
+        /// True if threads compress pages of the main channel (capability `compress` of QEMU 2.4 to 9.0).
         pub compress: bool = false,
-        /// Number of threads that compress, 1 to 255.
+        /// Count of the source's compression threads for `compress`, 1 to 255.
         pub compress_threads: u8 = 8,
-        /// True if a guest's page of the main channel is sent as its difference to the one sent before.
+        /// True if a page of the main channel is sent as the difference from its last sent content.
         pub xbzrle: bool = false,
-        /// Use of the method's accelerator.
+        /// Use of an accelerator for the method: automatic, required, or off.
         pub accelerator: Accelerator = Accelerator::Auto(&HARDWARE),
-        /// Method that `auto` uses towards a QEMU, which reads one method only; each packet has a level of its own.
+        /// Method that `auto` uses for a QEMU, which reads only one method. The level may differ between packets.
         pub qemu_reads: &'static MethodInfo = &METHODS[0],
-        /// Limit over all sockets, in bytes a second; 0 is unlimited.
+        /// Rate limit over all sockets, in bytes per second; 0 is unlimited.
         pub max_bandwidth: u64 = 128 << 20,
-        /// Limit over this side's channel threads, in thousandths of a core; 0 is unlimited.
+        /// CPU limit over all channel threads of this process, in thousandths of a core; 0 is unlimited.
         pub cpu_limit: u32 = 0,
-        /// Optimization goal, where the migration may choose.
+        /// Optimization goal of the decisions that Hotlift makes by itself.
         pub goal: Goal = Goal::Fastest,
     }
 
@@ -106,7 +109,7 @@ options! {
     pub struct Levels {
         /// Level of zlib, 0 to 9.
         pub zlib: u8 = 1,
-        /// Level of zstd, 0 to 20; 0 is 3.
+        /// Level of zstd, 0 to 20; 0 selects level 3.
         pub zstd: u8 = 1,
         /// Level of qatzip, 1 to 9.
         pub qatzip: u8 = 1,
@@ -114,99 +117,100 @@ options! {
         pub compress: u8 = 1,
     }
 
-    /// Limits for the other side.
+    /// Limits for the peer.
     pub struct Limits {
-        /// Most multifd channels that a relay accepts from a source, 1 to 255.
+        /// Maximum count of multifd channels that a relay accepts from a source, 1 to 255.
         pub max_channels: u8 = 64,
-        /// Most bytes that a source can make its receiver allocate, in addition to 1 MiB for each channel.
+        /// Maximum memory in bytes that a source can make its receiver allocate, in addition to 1 MiB for each channel.
         pub memory_limit: u64 = 64 << 20,
-        /// Time for which a source asks about its guest before it is in doubt, 1 to 86,400 s.
+        /// Time for which a source asks where its guest runs, before it reports that the guest is in doubt; 1 to 86,400 s.
         pub settle_timeout: Duration = Duration::from_secs(60),
-        /// Longest silence of another host in precopy, after which the migration fails; zero for no limit.
+        /// Maximum time in precopy without data from another host. Afterwards the migration fails. Zero means no limit.
         pub silence_timeout: Duration = Duration::from_secs(40),
-        /// Time limit of a started handshake, and of a wait for a silent peer. No option sets it.
+        /// Time limit of a handshake that has begun, and of a wait for a silent peer. No option sets it.
         pub handshake_timeout: Duration = Duration::from_secs(30),
     }
 
     /// Encryption of connections to other hosts.
     pub struct TlsOptions {
-        /// Folder with the certificates for TLS; empty for none.
+        /// Folder with the certificates for TLS; empty if TLS is off.
         pub creds: String = String::new(),
-        /// Name that the destination's certificate must have; empty for that of its address.
+        /// Host name that the destination's certificate must have; empty for the host name of the destination's address.
         pub hostname: String = String::new(),
-        /// Peers that are allowed, if they also have a certificate of the CA: name patterns, separated by spaces. Empty allows
-        /// any peer.
+        /// Permitted identities: name patterns, separated by spaces. Empty permits any peer. In any case the peer needs a
+        /// certificate of the CA.
         pub authz: String = String::new(),
-        /// Records that are sent under one TLS key. For tests: the default is the limit of the cipher, and no option sets it.
+        /// Count of records that are sent with one TLS key. The default is the limit of the cipher. No option sets it; tests
+        /// do.
         pub records_per_key: u64 = RECORDS_PER_KEY,
-        /// True if connections to other hosts have no TLS, even where certificates are found.
+        /// True if connections to other hosts do not use TLS, even if there are certificates.
         pub insecure: bool = false,
     }
 
     /// Detection of zero pages.
     pub struct ZeroPageOptions {
-        /// Threads that detect zero pages.
+        /// Threads that detect zero pages; `None` disables detection.
         pub detection: ZeroPageDetection = ZeroPageDetection::Multifd,
-        /// True if the devices of `accel_path` detect them.
+        /// True if the devices of `accel_path` detect zero pages.
         pub devices: bool = false,
-        /// Devices for `devices`.
+        /// DSA devices that detect zero pages.
         pub accel_path: Vec<AccelPath> = Vec::new(),
-        /// Share of the zero pages that is sent as if they had content, 0 to 100 %.
+        /// Percentage of the zero pages that are sent with content, 0 to 100. For tests.
         pub normal_page_ratio: u8 = 0,
     }
 
-    /// Switchover.
+    /// The switchover.
     pub struct SwitchoverOptions {
-        /// Longest pause of the guest at the switchover, 0 to 2,000,000 ms.
+        /// Maximum estimated pause of the guest at the switchover, 0 to 2,000,000 ms.
         pub downtime_limit: Duration = Duration::from_millis(300),
-        /// Bandwidth assumed for the switchover, in bytes a second; 0 measures it.
+        /// Assumed bandwidth of the switchover, in bytes per second; 0 to measure it.
         pub avail_bandwidth: u64 = 0,
-        /// True if the source waits for [`Control::proceed`](crate::Control::proceed) once its guest is stopped.
+        /// True if the source, once its guest is stopped, waits for [`Control::proceed`](crate::Control::proceed).
         pub pause_before: bool = false,
     }
 
-    /// Throttling of vCPUs.
+    /// Throttling of the guest's vCPUs (capability `auto-converge`).
     pub struct AutoConvergeOptions {
-        /// True if the guest is slowed down while it dirties pages faster than they are sent.
+        /// True if the vCPUs are throttled while the guest dirties pages faster than they are sent.
         pub on: bool = false,
-        /// Dirtied bytes over sent bytes of a round above which the guest is slowed down, 1 to 100 %.
+        /// Dirtied bytes per sent byte of a round, 1 to 100 %. Above it the vCPUs are throttled.
         pub trigger_threshold: u8 = 50,
-        /// Share that is taken from the vCPUs at first, 1 to 99 %.
+        /// Initial throttling: percentage of the vCPUs' time, 1 to 99.
         pub initial: u8 = 20,
-        /// Share that each further step adds, 1 to 99 %.
+        /// Additional throttling at each further step: percentage of the vCPUs' time, 1 to 99.
         pub increment: u8 = 10,
-        /// True if a step adds no more than is needed.
+        /// True if a step adds only as much throttling as necessary.
         pub tailslow: bool = false,
-        /// Largest share that is taken, 1 to 99 %.
+        /// Maximum throttling: percentage of the vCPUs' time, 1 to 99.
         pub max: u8 = 99,
     }
 
     /// Postcopy.
     pub struct PostcopyOptions {
-        /// True if the guest may run at the destination before all its pages are there.
+        /// True if the guest may run at the destination before all of its pages have arrived.
         pub ram: bool = false,
-        /// True if pages that the guest waits for have a connection of their own.
+        /// True if requested pages have a separate connection.
         pub preempt: bool = false,
         /// True if the destination measures how long its vCPUs wait for pages.
         pub blocktime: bool = false,
-        /// Rate limit for pages that the guest has not requested, in bytes a second; 0 is unlimited.
+        /// Rate limit for pages that the guest has not requested, in bytes per second; 0 is unlimited.
         pub max_bandwidth: u64 = 0,
     }
 
-    /// Announcements of the guest.
+    /// Network announcements of the guest at the destination, which redirect its network traffic.
     pub struct AnnounceOptions {
-        /// Time before the second announcement, in ms.
+        /// Time between the first and the second announcement, in ms.
         pub initial: u32 = 50,
-        /// Longest time between two announcements, in ms.
+        /// Maximum time between two announcements, in ms.
         pub max: u32 = 550,
-        /// Number of announcements.
+        /// Count of announcements.
         pub rounds: u16 = 5,
-        /// Time that each announcement adds before the next, in ms.
+        /// Increase of the time between two announcements at each announcement, in ms.
         pub step: u16 = 100,
     }
 }
 
-/// Returns an error if `option` lacks what it `needs`.
+/// Returns [`OptionError::Conflict`] if `lacks` is true: `option` then has no effect without the setting `needs`.
 fn refuse(lacks: bool, option: impl Into<String>, needs: &'static str) -> Result<(), OptionError> {
     if !lacks {
         return Ok(());
@@ -218,10 +222,10 @@ fn refuse(lacks: bool, option: impl Into<String>, needs: &'static str) -> Result
 }
 
 impl Options {
-    /// Checks that the options go together, and that what they require is available.
+    /// Checks that the options do not contradict each other, and that required accelerators are available.
     ///
     /// # Errors
-    /// [`OptionError::Conflict`], [`OptionError::NoAccelerator`].
+    /// [`OptionError::Conflict`] for a contradiction; [`OptionError::NoAccelerator`] if a required accelerator cannot be used.
     pub fn check(&self) -> Result<(), OptionError> {
         self.stream.check_form()?;
         self.zero_pages.check(&self.stream)?;
@@ -243,7 +247,7 @@ impl Options {
         self.stream.check_accelerator(self.zero_pages.devices)
     }
 
-    /// Returns the name of the mode of zero page detection.
+    /// Returns the name of the mode of zero page detection, as in the option `zero-page-detection`.
     #[must_use]
     pub fn zero_page_detection_name(&self) -> String {
         Value::ZeroPages(self.zero_pages.detection, self.zero_pages.devices).to_string()
@@ -251,10 +255,10 @@ impl Options {
 }
 
 impl StreamOptions {
-    /// Checks that the options go together, and that what they require is available.
+    /// Checks that the options do not contradict each other, and that a required accelerator is available.
     ///
     /// # Errors
-    /// [`OptionError::Conflict`], [`OptionError::NoAccelerator`].
+    /// [`OptionError::Conflict`] for a contradiction; [`OptionError::NoAccelerator`] if a required accelerator cannot be used.
     pub fn check(&self) -> Result<(), OptionError> {
         self.check_form()?;
         self.check_accelerator(false)
@@ -301,7 +305,8 @@ impl StreamOptions {
         )
     }
 
-    /// Checks a required accelerator. `detects_zero_pages` is true if devices detect zero pages; they are opened later.
+    /// Checks that a required accelerator can be used. With `detects_zero_pages`, devices detect zero pages; they are opened
+    /// later.
     fn check_accelerator(&self, detects_zero_pages: bool) -> Result<(), OptionError> {
         let method = self.multifd_compression;
         if !matches!(self.accelerator, Accelerator::Required(_)) {
@@ -323,13 +328,13 @@ impl StreamOptions {
         })
     }
 
-    /// Returns true if pages travel on multifd channels.
+    /// Returns true if pages are sent on multifd channels.
     #[must_use]
     pub fn multifd(&self) -> bool {
         self.multifd.unwrap_or(!self.compress && !self.xbzrle)
     }
 
-    /// Returns the number of multifd channels that the migration has; 0 without multifd.
+    /// Returns the count of the migration's multifd channels; 0 without multifd.
     #[must_use]
     pub fn channels(&self) -> u8 {
         if self.multifd() {
@@ -339,7 +344,7 @@ impl StreamOptions {
         }
     }
 
-    /// Returns the name of the compression: a method's, or `compress`.
+    /// Returns the name of the page compression: the method's name, or `compress`.
     #[must_use]
     pub fn method_name(&self) -> &'static str {
         if self.compress {
@@ -349,7 +354,7 @@ impl StreamOptions {
         }
     }
 
-    /// Returns the names and versions of the libraries that compress.
+    /// Returns the names and versions of the compression libraries in use.
     #[must_use]
     pub fn library(&self) -> String {
         if self.compress {
@@ -359,13 +364,13 @@ impl StreamOptions {
         }
     }
 
-    /// Returns the level of `compress`, or of the method; `None` without levels.
+    /// Returns the compression level of `compress` or of the method; `None` if the method has no levels.
     #[must_use]
     pub fn level(&self) -> Option<u8> {
         self.level_option().map(|(_, level)| level)
     }
 
-    /// Returns the name of the option that sets the level, and the level.
+    /// Returns the compression level with the name of its option; `None` if the method has no levels.
     #[must_use]
     pub fn level_option(&self) -> Option<(&'static str, u8)> {
         if self.compress {
@@ -379,26 +384,26 @@ impl StreamOptions {
         }
     }
 
-    /// Returns the method that all multifd packets have; `None` if each has its own.
+    /// Returns the method of all multifd packets; `None` with method `auto`, which selects a method for each packet.
     pub(crate) fn packet_method(&self) -> Option<Method> {
         let method = self.multifd_compression;
         (!method.is_auto()).then(|| Method::from_flag(method.flag).unwrap_or(Method::None))
     }
 
-    /// Returns the method that `auto` uses towards a QEMU.
+    /// Returns the method that `auto` uses for a QEMU, which reads only one method.
     pub(crate) fn qemu_reads(&self) -> Method {
         Method::from_flag(self.qemu_reads.flag).unwrap_or(Method::None)
     }
 
-    /// Returns the number of pages that are gathered into a packet.
+    /// Returns the count of pages that a channel collects for one packet.
     #[must_use]
     pub fn packet_pages(&self) -> usize {
         let bytes = usize::try_from(self.multifd_packet_size).unwrap_or(MAX_PACKET_SIZE);
         (bytes / PAGE_SIZE).clamp(1, MAX_PACKET_SIZE / PAGE_SIZE)
     }
 
-    /// Returns the layout of packets on the wire: QEMU's where it is large enough, because a QEMU reads no other. A packet need
-    /// not fill it.
+    /// Returns the layout of packets on the wire. It is QEMU's layout unless `multifd_packet_size` is larger, because a QEMU
+    /// reads no other layout. A packet may have fewer pages than its layout.
     #[must_use]
     pub fn packet_layout(&self) -> PacketLayout {
         let pages = self.packet_pages();
@@ -408,7 +413,7 @@ impl StreamOptions {
         PacketLayout::new(PAGE_SIZE, pages).unwrap_or(PacketLayout::QEMU)
     }
 
-    /// Returns the settings of a channel's encoder, for a receiver that is a Hotlift or a QEMU.
+    /// Returns the settings of a channel's encoder. `to_hotlift` is true if the receiver is a Hotlift, false if it is a QEMU.
     #[must_use]
     pub fn encoder_settings(&self, to_hotlift: bool) -> EncoderSettings {
         EncoderSettings {
@@ -418,8 +423,7 @@ impl StreamOptions {
             accelerator: self.accelerator,
             to_hotlift,
             window_max: if to_hotlift {
-                // The windows of all channels together fit the other side's memory-limit, unless that was lowered. A QEMU has
-                // no limit.
+                // The windows of all channels together fit the default of the receiver's `memory-limit`. A QEMU has no limit.
                 let limit = usize::try_from(Limits::default().memory_limit).unwrap_or(usize::MAX);
                 limit / usize::from(self.channels().max(1))
             } else {
@@ -462,14 +466,14 @@ impl TlsOptions {
 }
 
 impl Limits {
-    /// Returns the memory that a source with this number of channels can make its receiver allocate.
+    /// Returns the limit of the memory that a source with `channels` channels can make its receiver allocate.
     pub(crate) fn memory(&self, channels: usize) -> MemoryLimit {
         let limit = usize::try_from(self.memory_limit).unwrap_or(usize::MAX);
         MemoryLimit::new(limit.saturating_add(channels * CHANNEL_MEMORY))
     }
 
-    /// Returns how long a source may ask about its guest, from the moment when this side sent that all is loaded. The message
-    /// may take up to `handshake_timeout`; the source then commits, and asks for up to `settle_timeout`.
+    /// Returns the time in which a source may ask where its guest runs. It starts when the destination has sent that all is
+    /// loaded. The message may take up to `handshake_timeout`. Then the source commits, and asks for up to `settle_timeout`.
     pub(crate) fn time_for_questions(&self) -> Duration {
         self.handshake_timeout + self.settle_timeout
     }

@@ -1,4 +1,4 @@
-//! Options over QMP and HMP: names, types, typed values, and QEMU's messages when one is refused.
+//! Options over QMP and HMP: names, types, typed values, and QEMU's error messages.
 
 use std::borrow::Cow;
 
@@ -7,21 +7,21 @@ use serde_json::{Map, Value as Json, json};
 use super::values::{AccelPath, Value, Values, parse_size_in};
 use super::{Kind, OPTIONS, OptionInfo, Options, option};
 
-/// Prefix of the names of options that QEMU lacks.
+/// Prefix of the QMP names of options that QEMU lacks.
 pub const OUR_PREFIX: &str = "x-hotlift-";
 
-/// Name of an option in an older document.
+/// Former name of an option, from an older document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OlderName {
-    /// The name.
+    /// The former name.
     pub name: &'static str,
-    /// Present name.
+    /// The present name.
     pub now: &'static str,
-    /// Option that is set along with it, and its value.
+    /// Additional option that the former name sets, and its value; `None` if there is none.
     pub also: Option<(&'static str, &'static str)>,
 }
 
-/// Names of the DSA series before its seventh version, in which the device's path alone chose DSA.
+/// Option names of QEMU's DSA patch series before its seventh version. There the path of a device alone selected DSA.
 pub const OLDER_NAMES: &[OlderName] = &[
     OlderName {
         name: "multifd-dsa-accel",
@@ -35,14 +35,14 @@ pub const OLDER_NAMES: &[OlderName] = &[
     },
 ];
 
-/// Type of an option's value in QMP; `Display` writes QAPI's name of it.
+/// Type of an option's value in QMP. `Display` writes the type's name in QAPI.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum QmpType {
-    /// A number that fits 8 bits.
+    /// An unsigned number of 8 bits.
     Uint8,
-    /// A number.
+    /// An unsigned number of 64 bits.
     Uint64,
-    /// A number of bytes, or of bytes a second.
+    /// A number of bytes, or of bytes per second.
     Size,
     /// `true` or `false`.
     Bool,
@@ -68,10 +68,10 @@ impl std::fmt::Display for QmpType {
     }
 }
 
-/// Refusal of an option over QMP or HMP. The messages are those of QEMU 10.0, because clients search for them.
+/// Rejection of an option over QMP or HMP. The messages are those of QEMU 10.0, because clients search for them.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum QmpRefusal {
-    /// No parameter has that name.
+    /// No parameter has the given name.
     #[error("Parameter '{name}' is unexpected")]
     Unexpected {
         /// The name as given.
@@ -80,9 +80,9 @@ pub enum QmpRefusal {
     /// The value is not a number, or is outside the range.
     #[error("Parameter '{name}' expects {expected}")]
     Expects {
-        /// The option's name; with underscores where QEMU has them.
+        /// The option's name; with underscores where QEMU's message has them.
         name: String,
-        /// The values that it accepts.
+        /// The values that the option accepts.
         expected: Cow<'static, str>,
     },
     /// The value is not one of the names that the option accepts.
@@ -93,15 +93,15 @@ pub enum QmpRefusal {
         /// The value as given.
         got: String,
     },
-    /// The value is JSON of another type.
+    /// The value has the wrong JSON type.
     #[error("Invalid parameter type for '{name}', expected: {expected}")]
     Type {
-        /// The option's name, with the index in a list.
+        /// The option's name; for an element of a list, with its index.
         name: String,
-        /// JSON's name of the type.
+        /// Name of the expected JSON type.
         expected: &'static str,
     },
-    /// The value of a bandwidth option over HMP is not a size.
+    /// The value of a bandwidth option, typed over HMP, is not a size.
     #[error("Invalid size {got}")]
     Size {
         /// The text as typed.
@@ -109,7 +109,7 @@ pub enum QmpRefusal {
     },
 }
 
-/// QEMU's ranges whose wording differs from "a value between LOWEST and HIGHEST".
+/// Options whose range QEMU does not describe as "a value between LOWEST and HIGHEST", with QEMU's description.
 const WORDINGS: &[(&str, &str)] = &[
     // QEMU refuses 0, although its message includes 0 in the range.
     ("announce-step", "a value between 0 and 10000"),
@@ -137,7 +137,7 @@ const WORDINGS: &[(&str, &str)] = &[
 ];
 
 impl OptionInfo {
-    /// Returns the name over QMP and HMP: ours have the prefix `x-hotlift-`.
+    /// Returns the option's name in QMP and HMP. An option that QEMU lacks has the prefix `x-hotlift-`.
     #[must_use]
     pub fn qmp_name(&self) -> Cow<'static, str> {
         match self.kind {
@@ -146,7 +146,7 @@ impl OptionInfo {
         }
     }
 
-    /// Returns the type over QMP.
+    /// Returns the type of the option's value in QMP.
     #[must_use]
     pub fn qmp_type(&self) -> QmpType {
         match self.values {
@@ -173,11 +173,11 @@ impl OptionInfo {
         }
     }
 
-    /// Converts text that is typed at a monitor to QMP's value: bandwidths are MiB/s without a suffix, switches are on or off,
-    /// all else is as in [`Values`]. Does not check the range.
+    /// Converts a value that was typed in HMP to JSON for QMP. A bandwidth without a suffix is in MiB/s. A switch is on or off.
+    /// All other values are as in [`Values`]. Does not check the range.
     ///
     /// # Errors
-    /// [`QmpRefusal`] if the text is no such value at all.
+    /// [`QmpRefusal`] if the text does not have the format of the option's type.
     pub fn typed(&self, text: &str) -> Result<Json, QmpRefusal> {
         let hexadecimal = || u64::from_str_radix(text.strip_prefix("0x")?, 16).ok();
         match self.qmp_type() {
@@ -212,7 +212,7 @@ impl OptionInfo {
         }
     }
 
-    /// Returns true for an option in bytes a second, which QEMU's HMP reads in MiB/s.
+    /// Returns true if the option is a bandwidth. QEMU's HMP reads bandwidths in MiB/s, and QMP in bytes per second.
     #[must_use]
     pub fn is_bandwidth(&self) -> bool {
         self.values == Values::Size && self.unit == "bytes/s"
@@ -225,7 +225,7 @@ impl OptionInfo {
         }
     }
 
-    /// Returns the refusal of a value outside the range. It names the option with underscores, as QEMU's range errors do.
+    /// Returns the error for a value outside the range. It names the option with underscores, as QEMU's range errors do.
     fn out_of_range(&self) -> QmpRefusal {
         let wording = WORDINGS.iter().find(|(name, _)| *name == self.name);
         let expected = wording.map_or_else(
@@ -245,7 +245,7 @@ impl OptionInfo {
         }
     }
 
-    /// Checks the type alone, as QEMU does for all parameters of a command before any range.
+    /// Checks only the JSON type. QEMU checks the types of all parameters of a command before it checks any range.
     fn check_type(&self, json: &Json) -> Result<(), QmpRefusal> {
         let number = || json.is_u64() || json.is_i64();
         match self.qmp_type() {
@@ -283,7 +283,7 @@ impl OptionInfo {
         }
     }
 
-    /// Returns the value of `json`, whose type was checked.
+    /// Converts `json` to the option's value and checks its range. The type must have been checked.
     fn value(&self, json: &Json) -> Result<Value, QmpRefusal> {
         match json {
             Json::Array(items) => items
@@ -307,7 +307,8 @@ impl OptionInfo {
     }
 }
 
-/// Returns the row of a QMP name: exact, with dashes only; or a name of [`OLDER_NAMES`].
+/// Returns the row of an option by its exact QMP name, with dashes, or by a name of [`OLDER_NAMES`]. Returns `None` for an
+/// unknown name.
 #[must_use]
 pub fn qmp_option(name: &str) -> Option<&'static OptionInfo> {
     let older = OLDER_NAMES.iter().find(|older| older.name == name);
@@ -331,7 +332,7 @@ impl Options {
         Ok(())
     }
 
-    /// Sets the additional option of a name of [`OLDER_NAMES`], if it has one.
+    /// If `name` is in [`OLDER_NAMES`], also sets the additional option of that row, if there is one.
     pub(super) fn set_along(&mut self, name: &str) {
         let older = OLDER_NAMES.iter().find(|older| older.name == name);
         if let Some((name, value)) = older.and_then(|older| older.also) {
@@ -340,11 +341,11 @@ impl Options {
         }
     }
 
-    /// Sets parameters by their QMP names: all of them, or none. Checks all types before any name, and names before any range,
-    /// as QEMU does.
+    /// Sets parameters by their QMP names. After an error, no parameter is changed. The checks are in QEMU's order: all types,
+    /// then all names, then all ranges.
     ///
     /// # Errors
-    /// [`QmpRefusal`] for the first that does not fit.
+    /// [`QmpRefusal`] for the first invalid parameter.
     pub fn set_parameters(&mut self, parameters: &Map<String, Json>) -> Result<(), QmpRefusal> {
         let known = |name: &str| qmp_option(name).filter(|row| row.kind != Kind::Capability);
         for (name, json) in parameters {

@@ -1,24 +1,24 @@
-//! Roles of options: which roles take an option, their defaults, and the sections of help. Commands are generated from these
-//! columns of the table.
+//! Roles of commands: for each role, the permitted options, their defaults, and the sections of help. The flags of the commands
+//! are generated from these columns of the table.
 
 use super::{OptionInfo, Options, StreamOptions};
 
-/// Role in a migration, as far as options depend on it.
+/// Role of a command in a migration, as far as its options depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// Both ends of a built-in guest's migration, without a monitor: `demo` and `hotlift-bench`.
+    /// Both ends of a migration of a built-in guest, without a monitor: `demo` and `hotlift-bench`.
     Pair,
-    /// One built-in guest, with a monitor if one is requested: `guest run`.
+    /// One built-in guest, optionally with a monitor: `guest run`.
     Guest,
-    /// A relay that the operator controls: `relay`.
+    /// A relay between any two ends: `relay`.
     Relay,
-    /// A relay beside a QEMU, whose migration it starts: `migrate`.
+    /// A relay at the source that starts its QEMU's migration: `migrate`.
     Migrate,
-    /// As `Migrate`, but into a file: `save`.
+    /// A relay at the source that saves its QEMU's VM to a file: `save`.
     Save,
-    /// A relay before a QEMU that waits for a guest: `serve`.
+    /// A relay at the destination in front of a QEMU that waits for a guest: `serve`.
     Receive,
-    /// As `Receive`, but from a file: `restore`.
+    /// A program that restores a VM from a file into a QEMU: `restore`.
     Restore,
 }
 
@@ -34,39 +34,40 @@ impl Role {
         Self::Restore,
     ];
 
-    /// Returns true if the other side decides everything except limits.
+    /// Returns true if the sending side decides all options except limits and TLS.
     #[must_use]
     pub fn only_receives(self) -> bool {
         matches!(self, Self::Receive | Self::Restore)
     }
 }
 
-/// Section of help that shows an option, in the order of help.
+/// Section of help that shows an option. Sections are in the order of the variants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Group {
-    /// First section, in this order: options for everyday use.
+    /// First section: options for everyday use. The number is an option's position in the section.
     Everyday(u8),
-    /// Levels by method.
+    /// Compression levels by method.
     Levels,
-    /// Content of channels, and its form.
+    /// Multifd channels and their packets.
     Channels,
-    /// Forms of pages on the main channel.
+    /// Formats of pages on the main channel.
     Main,
     /// Devices that detect zero pages.
     Devices,
-    /// Auto-converge.
+    /// Throttling of the vCPUs by auto-converge.
     Throttle,
-    /// The handover of the guest.
+    /// The switchover of the guest.
     Switchover,
     /// Encryption.
     Tls,
-    /// Peers that are allowed.
+    /// Names of permitted peers.
     TlsNames,
-    /// Announcements of the guest at its destination.
+    /// Network announcements of the guest at its destination.
     Announce,
-    /// Limits for a peer. A role that [only receives](Role::only_receives) takes only these and the TLS options.
+    /// Limits for a peer. A role that [only receives](Role::only_receives) accepts only options of this group and the TLS
+    /// options.
     Limits,
-    /// Options that change nothing of the migration itself.
+    /// Options that do not change the migration itself.
     Others,
 }
 
@@ -77,13 +78,13 @@ impl Group {
         matches!(self, Self::Everyday(_) | Self::Tls)
     }
 
-    /// Returns true if its options control the encryption of a connection.
+    /// Returns true if the group's options control the encryption of a connection.
     #[must_use]
     pub fn is_of_tls(self) -> bool {
         matches!(self, Self::Tls | Self::TlsNames)
     }
 
-    /// Returns the heading.
+    /// Returns the heading of the section in help.
     #[must_use]
     pub fn title(self) -> &'static str {
         match self {
@@ -102,14 +103,14 @@ impl Group {
     }
 }
 
-/// Roles that do not take an option, or one of its values, with the alternative for them.
+/// Roles that reject an option or one of its values, with an alternative for the operator.
 #[derive(Debug, Clone, Copy)]
 pub struct NotFor {
-    /// The roles.
+    /// The roles that reject the option.
     pub roles: &'static [Role],
-    /// The value; `None` for any.
+    /// The rejected value; `None` if the roles reject the whole option.
     pub value: Option<&'static str>,
-    /// Reason, and the alternative.
+    /// Reason for the rejection, and the alternative.
     pub instead: &'static str,
 }
 
@@ -123,18 +124,18 @@ impl NotFor {
     }
 }
 
-/// Default of some roles, which differs from the table's.
+/// Default value of some roles, in place of the table's default.
 #[derive(Debug, Clone, Copy)]
 pub struct RoleDefault {
-    /// Roles that have this default. If a role is in several rows, the first row counts.
+    /// Roles that have this default. If a role is in several rows, the first row applies.
     pub roles: &'static [Role],
-    /// Value that is set where the option is not given; `None` sets nothing, and `help_text` describes the effect.
+    /// Value that is set if the operator does not set the option. `None` sets nothing; `help_text` describes the effect.
     pub value: Option<&'static str>,
-    /// Text in help.
+    /// Description of the default in help.
     pub help_text: &'static str,
 }
 
-/// Option without which another has no effect.
+/// Setting without which an option has no effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum With {
     /// `multifd=on`.
@@ -181,7 +182,7 @@ const SENDER_DECIDES: &str =
     "the sending side decides it: give it to 'hotlift migrate' or 'hotlift save'";
 
 impl OptionInfo {
-    /// Returns why the option is not for `role`, and the alternative; `None` if `role` takes it.
+    /// Returns the reason why `role` rejects the option, with the alternative. Returns `None` if `role` accepts the option.
     #[must_use]
     pub fn refusal(&self, role: Role) -> Option<&'static str> {
         let is_own = self.group == Group::Limits || self.group.is_of_tls();
@@ -191,7 +192,8 @@ impl OptionInfo {
         }
     }
 
-    /// Returns why `value`, as typed, is not for `role`, and the alternative; `None` if `role` takes it.
+    /// Returns the reason why `role` rejects `value`, as typed, with the alternative. Returns `None` if `role` accepts the
+    /// value.
     #[must_use]
     pub fn value_refusal(&self, role: Role, value: &str) -> Option<&'static str> {
         self.row_of(role, Some(value))
@@ -215,13 +217,14 @@ impl OptionInfo {
         }
     }
 
-    /// Returns the default of `role`, if it has one of its own.
+    /// Returns the default of `role`; `None` if `role` uses the table's default.
     #[must_use]
     pub fn role_default(&self, role: Role) -> Option<&'static RoleDefault> {
         self.defaults.iter().find(|row| row.roles.contains(&role))
     }
 
-    /// Returns the setting that the option needs to have an effect and that `options` lack; `None` if they lack none.
+    /// Returns the missing setting without which the option has no effect. Returns `None` if `options` have that setting, or if
+    /// the option needs none.
     #[must_use]
     pub fn lacks(&self, options: &Options) -> Option<&'static str> {
         let with = self.with.filter(|with| !with.is_on(options))?;

@@ -1,4 +1,5 @@
-//! All options, one row each: capabilities, then parameters in the order of QEMU's `info migrate_parameters`, then our own.
+//! The table of all options, one row each: capabilities, then parameters in the order of QEMU's `info migrate_parameters`, then
+//! options that QEMU lacks.
 
 use std::time::Duration;
 
@@ -6,7 +7,7 @@ use super::roles::{NotFor, Role, RoleDefault, With};
 use super::values::{Value, Values};
 use super::{Access, Group, Kind, MAX_PACKET_SIZE, MAX_SILENCE_TIMEOUT, OptionInfo};
 
-/// Reads and writes a number field of [`Options`], of any width; a checked value fits.
+/// Access to a number field of [`Options`], of any integer type. A checked value fits the type.
 macro_rules! number {
     ($($field:ident).+) => {
         Access {
@@ -20,7 +21,7 @@ macro_rules! number {
     };
 }
 
-/// Reads and writes a field of any other kind of [`Value`].
+/// Access to a field that has the type of its kind of [`Value`].
 macro_rules! plain {
     ($kind:ident, $($field:ident).+) => {
         Access {
@@ -34,7 +35,7 @@ macro_rules! plain {
     };
 }
 
-/// Reads and writes a time, as a number of units of `$ms` milliseconds.
+/// Access to a duration field, as a number of units of `$ms` milliseconds.
 macro_rules! time {
     ($ms:literal, $($field:ident).+) => {
         Access {
@@ -51,8 +52,8 @@ macro_rules! time {
     };
 }
 
-/// A packet has at least one page; QEMU's has 512 KiB (`MULTIFD_PACKET_SIZE`). The highest value bounds the memory that a
-/// channel of either side allocates.
+/// Range of `multifd-packet-size`. A packet has at least one page; QEMU's has 512 KiB (`MULTIFD_PACKET_SIZE`). The maximum
+/// limits the memory that a channel allocates at the source and at the destination.
 const PACKET_SIZE: Values = Values::Pages {
     lowest: 4 << 10,
     highest: MAX_PACKET_SIZE as u64,
@@ -62,32 +63,32 @@ const fn number(lowest: u64, highest: u64) -> Values {
     Values::Number { lowest, highest }
 }
 
-/// Commands that connect to no other host.
+/// Roles that connect to no other host.
 const LOCAL: &[Role] = &[Role::Save];
 
-/// Reason why the commands of [`LOCAL`] have no TLS.
+/// Reason why the roles of [`LOCAL`] have no TLS.
 const NO_HOST: &str = "it connects to no other host, and a save file is not encrypted";
 
-/// Commands that pass on the stream of a QEMU.
+/// Roles that forward the stream of a QEMU.
 const RELAYS: &[Role] = &[Role::Relay, Role::Migrate, Role::Save];
 
 const SLOWS: &str = "the source's QEMU slows its guest down; set it there";
 const SWITCHES: &str = "the source's QEMU decides when to switch over; set it there";
 const ANNOUNCES: &str = "the destination's QEMU announces its guest; set it there";
 
-/// Roles without a monitor that starts postcopy.
+/// Roles without a monitor. Only a monitor can start postcopy.
 const NO_MONITOR: NotFor = NotFor::any(
     &[Role::Pair],
     "it needs a monitor for 'migrate-start-postcopy'; 'hotlift guest run' has one",
 );
 
-/// Roles that do not set the options on which both sides of a postcopy must agree.
+/// Roles that do not set postcopy's options, on which source and destination must agree.
 const POSTCOPY: &[NotFor] = &[
     NO_MONITOR,
     NotFor::any(RELAYS, "both QEMUs must agree on it; set it there"),
 ];
 
-/// Returns a row with the common values, for a capability of QEMU; rows of the table override what differs.
+/// Returns a row with common values for a capability of QEMU. Rows of the table override values that differ.
 const fn capability(name: &'static str, access: Access) -> OptionInfo {
     OptionInfo {
         name,
@@ -105,7 +106,7 @@ const fn capability(name: &'static str, access: Access) -> OptionInfo {
     }
 }
 
-/// Returns a row with the common values, for a parameter of QEMU.
+/// Returns a row with common values for a parameter of QEMU.
 const fn parameter(name: &'static str, access: Access) -> OptionInfo {
     OptionInfo {
         kind: Kind::Parameter,
@@ -113,7 +114,7 @@ const fn parameter(name: &'static str, access: Access) -> OptionInfo {
     }
 }
 
-/// Returns a row with the common values, for an option that QEMU lacks.
+/// Returns a row with common values for an option that QEMU lacks.
 const fn ours(name: &'static str, access: Access) -> OptionInfo {
     OptionInfo {
         kind: Kind::Ours,
@@ -121,7 +122,7 @@ const fn ours(name: &'static str, access: Access) -> OptionInfo {
     }
 }
 
-/// Every option of a migration.
+/// All options of a migration.
 pub static OPTIONS: &[OptionInfo] = &[
     OptionInfo {
         help: "Send only the changed bytes of a page that was sent before; needs multifd=off",

@@ -1,4 +1,4 @@
-//! Values of options, as typed and in JSON.
+//! Values of options, and their text form.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -11,10 +11,13 @@ pub use hotlift_wire::multifd::ZeroPageDetection;
 
 use crate::accelerators::HARDWARE;
 
-/// All modes of `zero-page-detection`, by QEMU's names: nowhere, in the migration thread, or in the channel threads. Zero pages
-/// are records of the main channel in the second mode, and listed in packets in the third.
+/// All modes of `zero-page-detection`, by QEMU's names. The mode selects the threads that detect zero pages, and the form in
+/// which they are sent:
 ///
-/// The last one, from a QEMU series that was not merged, is `multifd` with the devices of `accel-path`.
+/// - `none`: no detection
+/// - `legacy`: the migration thread detects them, and sends records of the main channel
+/// - `multifd`: the channel threads detect them, and list them in packets
+/// - `dsa-accel`: as `multifd`, with the devices of `accel-path`; from a QEMU patch series that was not merged
 pub const ZERO_PAGE_DETECTION: &[(&str, ZeroPageDetection, bool)] = &[
     ("none", ZeroPageDetection::None, false),
     ("legacy", ZeroPageDetection::Legacy, false),
@@ -22,14 +25,14 @@ pub const ZERO_PAGE_DETECTION: &[(&str, ZeroPageDetection, bool)] = &[
     ("dsa-accel", ZeroPageDetection::Multifd, true),
 ];
 
-/// All choices of `accelerator`, an option that QEMU lacks: QEMU uses the accelerator that it finds.
+/// All values of the option `accelerator`. QEMU has no such option: it uses the accelerator that it finds.
 pub static ACCELERATOR: [(&str, Accelerator); 3] = [
     ("auto", Accelerator::Auto(&HARDWARE)),
     ("off", Accelerator::Off),
     ("required", Accelerator::Required(&HARDWARE)),
 ];
 
-/// Optimization goal of a migration: `goal`, an option that QEMU lacks.
+/// Optimization goal of a migration: option `goal`, which QEMU lacks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Goal {
     /// Shortest total time.
@@ -37,33 +40,33 @@ pub enum Goal {
     Fastest,
     /// Least CPU time of both hosts.
     LeastCpu,
-    /// Shortest pause of the guest that its writes allow, below `downtime-limit`.
+    /// Shortest pause of the guest, below `downtime-limit`, that is possible while the guest dirties pages.
     ShortestDowntime,
 }
 
-/// All choices of `goal`.
+/// All values of the option `goal`.
 pub const GOAL: &[(&str, Goal)] = &[
     ("fastest", Goal::Fastest),
     ("least-cpu", Goal::LeastCpu),
     ("shortest-downtime", Goal::ShortestDowntime),
 ];
 
-/// Returns the choice with that name in a table of choices.
+/// Returns the value with this name in a table of named values; `None` if there is none.
 fn named_in<T: Copy>(table: &[(&str, T)], name: &str) -> Option<T> {
     let row = table.iter().find(|(one, _)| *one == name);
     row.map(|(_, choice)| *choice)
 }
 
-/// Returns the name of a choice in a table of choices.
+/// Returns the name of a value in a table of named values.
 fn name_in<T: PartialEq>(table: &[(&'static str, T)], choice: &T) -> &'static str {
     let row = table.iter().find(|(_, one)| one == choice);
     row.map_or("", |(name, _)| name)
 }
 
-/// Largest `cpu-limit`, in thousandths of a core: 1024 cores.
+/// Maximum of `cpu-limit`, in thousandths of a core: 1024 cores.
 const MAX_CORES: u32 = 1_024_000;
 
-/// Returns thousandths of a core for a typed number of cores: "0.5", "4".
+/// Parses a number of cores, such as "0.5" or "4". Returns thousandths of a core; `None` for invalid text.
 fn parse_cores(text: &str) -> Option<u32> {
     let (whole, fraction) = text.split_once('.').unwrap_or((text, "0"));
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -78,20 +81,21 @@ fn parse_cores(text: &str) -> Option<u32> {
 /// A device of `accel-path`.
 #[derive(Debug, Clone, PartialEq)]
 pub enum AccelPath {
-    /// `dsa:/dev/dsa/wqN.M`: a work queue of DSA.
+    /// A work queue of DSA: `dsa:/dev/dsa/wqN.M`.
     Dsa(PathBuf),
-    /// `dsa-model:KEY=N:...`: a simulated one, for tests; see `hotlift_accel::idxd::model::Behaviour`.
+    /// A simulated work queue for tests: `dsa-model:KEY=N:...`. See `hotlift_accel::idxd::model::Behaviour`.
     #[cfg(feature = "simulated")]
     DsaModel {
-        /// Simulated behaviour.
+        /// Behaviour of the simulated device.
         behaviour: Behaviour,
-        /// Text that it was parsed from.
+        /// The parsed text.
         text: String,
     },
 }
 
 impl AccelPath {
-    /// Parses a device. A path alone is a work queue of DSA, as in the DSA series before its seventh version.
+    /// Parses a device; returns `None` for invalid text. A path alone is a work queue of DSA, as in the DSA series before its
+    /// seventh version.
     pub(super) fn parse(text: &str) -> Option<Self> {
         if text.starts_with('/') {
             return Some(Self::Dsa(text.into()));
@@ -118,49 +122,49 @@ impl fmt::Display for AccelPath {
     }
 }
 
-/// Values that an option takes.
+/// Values that an option accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Values {
-    /// A whole number in a closed range.
+    /// A whole number from `lowest` to `highest`, both included.
     Number {
-        /// Lowest value.
+        /// Minimum.
         lowest: u64,
-        /// Highest value.
+        /// Maximum.
         highest: u64,
     },
-    /// Bytes (or bytes a second) with an optional suffix K, M, G or T (powers of 1024).
+    /// Bytes, or bytes per second, with an optional suffix K, M, G or T (powers of 1024).
     Size,
-    /// Bytes with an optional suffix: a power of two no less than a page.
+    /// Bytes with an optional suffix: a power of two, at least the page size.
     PowerOfTwo,
-    /// Bytes with an optional suffix: whole pages in a closed range.
+    /// Bytes with an optional suffix: whole pages, from `lowest` to `highest`, both included.
     Pages {
-        /// Lowest value.
+        /// Minimum in bytes.
         lowest: u64,
-        /// Highest value.
+        /// Maximum in bytes.
         highest: u64,
     },
     /// `on` or `off`.
     Switch,
-    /// A name of one of [`selections`].
+    /// A method's name, from [`selections`].
     Method,
-    /// A name of [`ZERO_PAGE_DETECTION`].
+    /// A mode's name, from [`ZERO_PAGE_DETECTION`].
     ZeroPages,
-    /// A name of [`ACCELERATOR`].
+    /// A name from [`ACCELERATOR`].
     Accelerator,
-    /// A name of [`GOAL`].
+    /// A goal's name, from [`GOAL`].
     Goal,
-    /// Cores, with up to three decimals.
+    /// A number of cores, with up to three decimals.
     Cores,
-    /// Devices, as [`AccelPath`] has them, separated by spaces or commas.
+    /// Devices in the form of [`AccelPath`], separated by spaces or commas.
     AccelPath,
-    /// Any text; empty for none. The string describes it.
+    /// Any text; may be empty. The string describes the text for the operator.
     Text(&'static str),
 }
 
-/// The value of an option, checked against its [`Values`].
+/// Value of an option, checked against the option's [`Values`].
 #[derive(Debug, Clone)]
 pub enum Value {
-    /// Value of [`Values::Number`], and of all that are bytes.
+    /// Value of [`Values::Number`], [`Values::Size`], [`Values::PowerOfTwo`] or [`Values::Pages`].
     Number(u64),
     /// Value of [`Values::Switch`].
     Switch(bool),
@@ -180,7 +184,7 @@ pub enum Value {
     Text(String),
 }
 
-/// Writes the value as it is typed.
+/// Writes the value in the form in which it is typed.
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -193,7 +197,7 @@ impl fmt::Display for Value {
                     .find(|(_, one, on_devices)| (one, on_devices) == (mode, devices));
                 f.write_str(row.map_or("", |(name, ..)| name))
             }
-            // Not by the table: the value may hold other accelerators than its rows.
+            // Not from the table, because the value may have another set of accelerators.
             Self::Accelerator(Accelerator::Auto(_)) => f.write_str("auto"),
             Self::Accelerator(Accelerator::Off) => f.write_str("off"),
             Self::Accelerator(Accelerator::Required(_)) => f.write_str("required"),
@@ -209,7 +213,7 @@ impl fmt::Display for Value {
 }
 
 impl Values {
-    /// Parses a typed value; returns `None` for text that is not one of these values.
+    /// Parses a typed value; returns `None` for any text that is not one of these values.
     #[must_use]
     pub fn parse(self, text: &str) -> Option<Value> {
         let size = |fits: &dyn Fn(u64) -> bool| {
@@ -253,7 +257,7 @@ impl Values {
 }
 
 impl Values {
-    /// Returns the shortest text that is typed for `value`: a size with its largest suffix.
+    /// Returns the shortest text that an operator can type for `value`: a size with the largest possible suffix.
     pub(super) fn typed(self, value: &Value) -> String {
         let is_size = matches!(self, Self::Size | Self::PowerOfTwo | Self::Pages { .. });
         let &Value::Number(bytes @ 1..) = value else {
@@ -269,7 +273,7 @@ impl Values {
         }
     }
 
-    /// Returns the names that can be typed; empty if there is no list of them.
+    /// Returns the names that can be typed; empty if the values are not names.
     #[must_use]
     pub fn names(self) -> Vec<&'static str> {
         match self {
@@ -311,16 +315,16 @@ impl fmt::Display for Values {
     }
 }
 
-/// Parses a number of bytes with an optional suffix K, M, G or T (powers of 1024), and with a fraction if it has a suffix.
-/// Returns `None` for any other text, and for a number that does not fit 64 bits.
+/// Parses a number of bytes with an optional suffix K, M, G or T (powers of 1024). With a suffix, the number may have a
+/// fraction. Returns `None` for any other text, and for a number that needs more than 64 bits.
 #[must_use]
 pub fn parse_size(text: &str) -> Option<u64> {
     parse_size_in(text, 0)
 }
 
-/// Parses as [`parse_size`] does, but a number without a suffix is in units of `1 << shift` bytes.
+/// Parses text like [`parse_size`]. A number without a suffix is in units of `1 << shift` bytes.
 pub(super) fn parse_size_in(text: &str, shift: u32) -> Option<u64> {
-    // More digits than matter below 2^64, and few enough for 128 bits.
+    // More digits than 64 bits need, but few enough for 128 bits.
     const MAX_DIGITS: usize = 20;
     let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let shift = match text[number.len()..].to_ascii_uppercase().as_str() {

@@ -37,7 +37,7 @@ fn every_parameter_reads_back_and_those_of_hotlift_have_a_prefix() {
     }
 }
 
-/// Compares with the answers that QEMU 10.0.2 gave (and 7.2 for `compress`).
+/// Compares with the messages of QEMU 10.0.2 (and 7.2 for `compress`).
 #[test]
 fn a_parameter_is_refused_with_the_text_of_qemu() {
     let past_64_bits: Json = serde_json::from_str("18446744073709551616").unwrap();
