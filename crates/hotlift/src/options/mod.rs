@@ -60,10 +60,10 @@ pub enum OptionError {
         /// Reason why the device cannot be used.
         reason: String,
     },
-    /// An option has no effect, because another option has the wrong value.
+    /// An option cannot be used, because another option lacks a required value.
     #[error("{option} needs {needs}")]
     Conflict {
-        /// The option without effect, with its value.
+        /// The option that cannot be used, with its value.
         option: String,
         /// The setting that the option needs, for example `multifd=on`.
         needs: &'static str,

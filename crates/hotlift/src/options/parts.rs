@@ -210,7 +210,7 @@ options! {
     }
 }
 
-/// Returns [`OptionError::Conflict`] if `lacks` is true: `option` then has no effect without the setting `needs`.
+/// Returns [`OptionError::Conflict`] if `lacks` is true: `option` cannot be used without the setting `needs`.
 fn refuse(lacks: bool, option: impl Into<String>, needs: &'static str) -> Result<(), OptionError> {
     if !lacks {
         return Ok(());

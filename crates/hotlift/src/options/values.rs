@@ -11,12 +11,11 @@ pub use hotlift_wire::multifd::ZeroPageDetection;
 
 use crate::accelerators::HARDWARE;
 
-/// All modes of `zero-page-detection`, by QEMU's names. The mode selects the threads that detect zero pages, and the form in
-/// which they are sent:
+/// All modes of `zero-page-detection`, by QEMU's names. Modes:
 ///
 /// - `none`: no detection
-/// - `legacy`: the migration thread detects them, and sends records of the main channel
-/// - `multifd`: the channel threads detect them, and list them in packets
+/// - `legacy`: the migration thread detects zero pages, and sends records of the main channel
+/// - `multifd`: the channel threads detect zero pages, and list them in packets
 /// - `dsa-accel`: as `multifd`, with the devices of `accel-path`; from a QEMU patch series that was not merged
 pub const ZERO_PAGE_DETECTION: &[(&str, ZeroPageDetection, bool)] = &[
     ("none", ZeroPageDetection::None, false),
