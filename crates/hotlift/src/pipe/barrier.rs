@@ -1,12 +1,12 @@
-//! Barrier between rounds: SYNC on every multifd channel pairs with one multifd flush on main.
+//! Barrier between rounds: SYNC on every multifd channel together with one multifd flush on main.
 //!
-//! A channel that reads SYNC pauses until all channels have read it and main has reached its flush. So no page of an earlier
-//! round can overtake one of a later round.
+//! A channel that reads SYNC pauses until all channels have read SYNC and main has reached its flush. So no page of an earlier
+//! round can overtake a page of a later round.
 
 use crate::life::Life;
 use crate::life::wait_mutex::WaitMutex;
 
-/// Barrier between the main thread and the channel threads. The end of the lifetime ends all waits.
+/// Barrier between the main thread and the channel threads. The end of the migration's lifetime ends all waits.
 pub(crate) struct Barrier {
     channels: usize,
     state: WaitMutex<State>,
@@ -15,16 +15,16 @@ pub(crate) struct Barrier {
 
 #[derive(Default)]
 struct State {
-    /// Channels that wait at the current barrier.
+    /// Count of channels that wait at the current barrier.
     arrived: usize,
-    /// Channels that have ended between packets, and will not arrive.
+    /// Count of channels that have ended between packets and will not arrive.
     ended: usize,
     /// Count of barriers passed.
     passed: u64,
 }
 
 impl Barrier {
-    /// Creates the barrier of `channels` channels.
+    /// Creates a barrier for `channels` channels.
     pub(crate) fn new(channels: usize, life: &Life) -> Self {
         Self {
             channels,
@@ -33,7 +33,7 @@ impl Barrier {
         }
     }
 
-    /// Records that a channel has read SYNC, and waits for the others and for main. Returns false if the migration failed.
+    /// Records that a channel has read SYNC. Waits until main releases all channels. Returns false if the migration has failed.
     pub(crate) fn channel_arrives(&self) -> bool {
         let here = self.state.change(|state| {
             state.arrived += 1;
@@ -42,13 +42,13 @@ impl Barrier {
         self.wait(|state| (state.passed != here).then_some(true))
     }
 
-    /// Records that a channel has ended.
+    /// Records that a channel has ended and will not read another SYNC.
     pub(crate) fn channel_ends(&self) {
         self.state.change(|state| state.ended += 1);
     }
 
-    /// Waits, after main's multifd flush, until every channel waits. Returns false if the migration failed, a channel has
-    /// ended, or `is_cancelled` returns true.
+    /// Called by the main thread at its multifd flush. Waits until every channel has arrived. Returns false if the migration
+    /// has failed, a channel has ended, or `is_cancelled` returns true.
     pub(crate) fn wait_for_channels(&self, is_cancelled: impl Fn() -> bool) -> bool {
         self.wait(|state| match state.arrived < self.channels {
             true if state.ended > 0 || is_cancelled() => Some(false),
@@ -62,7 +62,7 @@ impl Barrier {
         outcome == Ok(Some(true))
     }
 
-    /// Releases all channels.
+    /// Releases all waiting channels, and prepares the next barrier.
     pub(crate) fn pass(&self) {
         self.state.change(|state| {
             state.arrived = 0;

@@ -1,29 +1,29 @@
-//! Pages on their way to a sink: the decoded content of a packet, or a guest's pages for compression threads.
+//! Batch of pages on their way to a sink: decoded content of a packet, or a guest's pages for compression threads.
 
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_methods::MethodError;
 use hotlift_methods::legacy::compress::Inflater;
 use hotlift_wire::multifd::PacketLayout;
 
-/// Maximum count of pages in a batch: those of one packet.
+/// Maximum count of pages in a batch: as many as in a packet of QEMU.
 pub(crate) const BATCH_PAGES: usize = PacketLayout::QEMU.pages();
 
-/// Up to [`BATCH_PAGES`] pages of one RAM block. Batches are allocated once and reused; their number bounds the memory that
-/// pages in the relay can take.
+/// Up to [`BATCH_PAGES`] pages of one RAM block. Batches are allocated once and reused. Their count limits the memory that
+/// pages in the relay use.
 #[derive(Debug)]
 pub(crate) struct Batch {
     /// Index of the RAM block.
     pub block: usize,
-    /// Byte offsets in the block of the pages with content, in the order of [`Batch::pages`].
+    /// Byte offsets, within the RAM block, of the pages with content. They have the same order as [`Batch::pages`].
     pub normal: Vec<u64>,
-    /// Byte offsets of the zero pages.
+    /// Byte offsets, within the RAM block, of the zero pages.
     pub zero: Vec<u64>,
     /// True if the pages were records of the main channel.
     pub from_main: bool,
     pages: Box<[u8]>,
-    /// Pages of capability `compress`, unchanged: byte offset, and length of the stream.
+    /// Pages that capability `compress` has compressed: byte offset, and length of the page's zlib stream.
     compressed: Vec<(u64, usize)>,
-    /// Their concatenated streams.
+    /// Concatenated zlib streams of the pages in `compressed`.
     streams: Vec<u8>,
 }
 
@@ -40,7 +40,7 @@ impl Batch {
         }
     }
 
-    /// Empties the batch for pages of `block`.
+    /// Empties the batch, and assigns it to RAM block `block`.
     pub(crate) fn start(&mut self, block: usize) {
         self.block = block;
         self.from_main = false;
@@ -50,23 +50,23 @@ impl Batch {
         self.streams.clear();
     }
 
-    /// Returns the count of all pages.
+    /// Returns the count of all pages: with content, zero, and compressed.
     pub(crate) fn len(&self) -> usize {
         self.normal.len() + self.zero.len() + self.compressed.len()
     }
 
-    /// Returns the concatenated content of the normal pages.
+    /// Returns the content of the normal pages, one after another.
     pub(crate) fn pages(&self) -> &[u8] {
         &self.pages[..self.normal.len() * PAGE_SIZE]
     }
 
-    /// Returns the buffer for the normal pages named so far. A source whose packets hold more pages than a batch was rejected
-    /// before (`unfit` of a relay).
+    /// Returns the buffer for the content of the pages in `normal`. The pages always fit: a relay rejects a source with larger
+    /// packets at the start (`unfit`).
     pub(crate) fn pages_mut(&mut self) -> &mut [u8] {
         &mut self.pages[..self.normal.len() * PAGE_SIZE]
     }
 
-    /// Returns the buffer of [`Batch::pages_mut`], with the pages' offsets.
+    /// Returns the offsets of the normal pages, and the buffer for their content.
     pub(crate) fn normal_mut(&mut self) -> (&[u64], &mut [u8]) {
         (
             &self.normal,
@@ -81,7 +81,8 @@ impl Batch {
         self.normal.push(offset);
     }
 
-    /// Adds a copy of a guest memory page; the batch must not be full. A page that changes during the copy is dirty again.
+    /// Adds a copy of a page of guest memory; the batch must not be full. If the guest writes the page during the copy, the
+    /// page is dirty again and is sent later.
     pub(crate) fn push_guest(&mut self, offset: u64, page: GuestRun<'_>) {
         let at = self.normal.len() * PAGE_SIZE;
         page.copy_to(&mut self.pages[at..at + PAGE_SIZE]);
@@ -94,16 +95,16 @@ impl Batch {
         self.streams.extend_from_slice(stream);
     }
 
-    /// Returns true if there are compressed pages.
+    /// Returns true if the batch has pages that must be decompressed.
     pub(crate) fn is_compressed(&self) -> bool {
         !self.compressed.is_empty()
     }
 
-    /// Decompresses the compressed pages, in their order, after the normal ones.
+    /// Decompresses the compressed pages, and appends them to the normal pages in the same order.
     ///
     /// # Errors
     ///
-    /// Offset of the page that does not decode, and the cause.
+    /// Byte offset of the page that cannot be decompressed, and the cause.
     pub(crate) fn inflate(&mut self, inflater: &mut Inflater) -> Result<(), (u64, MethodError)> {
         let mut rest = self.streams.as_slice();
         for (offset, length) in self.compressed.drain(..) {
@@ -120,7 +121,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Moves every normal page whose bytes are all zero to the zero pages.
+    /// Turns every normal page whose bytes are all zero into a zero page.
     pub(crate) fn find_zero_pages(&mut self) {
         let mut kept = 0;
         for index in 0..self.normal.len() {

@@ -1,13 +1,14 @@
-//! Circulation of batches from the threads that fill them to the workers, and back.
+//! Circulates batches: from the threads that fill them to the worker threads that write them, and back.
 //!
 //! ```text
 //! free --take--> filled --submit--> ready --next--> worked on --give_back--> free
 //! ```
 //!
-//! The number of batches is fixed. When workers are slow no batch is free, and the filling threads wait: this is the
-//! backpressure, and memory does not grow.
+//! The count of batches is fixed. While workers are slow, no batch is free, and the filling threads wait. This backpressure
+//! limits the memory.
 //!
-//! Any worker takes a batch, unless it is addressed to one of them: those batches stay in order.
+//! Any worker may take a batch, unless the batch is addressed to one worker. A worker gets the batches addressed to it in
+//! order.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -17,25 +18,25 @@ use crate::life::Wake;
 #[derive(Debug)]
 pub(crate) struct Flow<B> {
     state: Mutex<State<B>>,
-    /// Signals that a batch became free, or the flow broke.
+    /// Signals that a batch became free, or that the flow is broken.
     freed: Condvar,
-    /// Signals that a batch became ready, or the flow ended.
+    /// Signals that a batch became ready, or that the flow has ended.
     readied: Condvar,
-    /// Signals that no batch is in work.
+    /// Signals that all submitted batches were given back.
     drained: Condvar,
 }
 
-/// Error: the flow is broken, and passes no batch on.
+/// Error: the migration has ended, and the flow passes on no more batches.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct FlowBroken;
 
 #[derive(Debug)]
 struct State<B> {
-    /// Last in, first out: the memory of the last returned batch is in the caches.
+    /// Free batches. Last in, first out: the memory of the last returned batch is still in the CPU's caches.
     free: Vec<B>,
-    /// Filled batches, each with the worker that it is addressed to.
+    /// Filled batches. A batch with `Some` is for the worker with this index; with `None`, for any worker.
     ready: VecDeque<(Option<usize>, B)>,
-    /// Count of batches submitted and not yet given back.
+    /// Count of batches that were submitted and are not yet given back.
     under_way: usize,
     ended: bool,
     broken: bool,
@@ -50,7 +51,7 @@ impl<B: Send + std::fmt::Debug> Wake for Flow<B> {
 }
 
 impl<B> Flow<B> {
-    /// Creates a flow of these batches.
+    /// Creates a flow in which `batches` circulate.
     pub(crate) fn new(batches: impl Iterator<Item = B>) -> Self {
         let free: Vec<_> = batches.collect();
         Self {
@@ -77,10 +78,11 @@ impl<B> Flow<B> {
         self.take_while(|| true).ok().flatten()
     }
 
-    /// Waits for a free batch while `waits` returns true, which is checked again at each [`Flow::ask_again`].
+    /// Waits for a free batch. Returns `None` once `waits` returns false and no batch is free. [`Flow::ask_again`] makes the
+    /// wait call `waits` again.
     ///
     /// # Errors
-    /// The flow is broken.
+    /// [`FlowBroken`] once the flow is broken.
     pub(crate) fn take_while(&self, waits: impl Fn() -> bool) -> Result<Option<B>, FlowBroken> {
         let mut state = self
             .freed
@@ -94,14 +96,14 @@ impl<B> Flow<B> {
         }
     }
 
-    /// Wakes the waiting threads after a change of their condition.
+    /// Makes the threads in [`Flow::take_while`] check their condition again.
     pub(crate) fn ask_again(&self) {
-        // A waiting thread has checked its condition before this lock, or checks it after.
+        // The lock ensures that no thread is between the check of its condition and its sleep.
         drop(self.lock());
         self.freed.notify_all();
     }
 
-    /// Returns a free batch, if there is one now.
+    /// Returns a free batch without waiting. Returns `None` if no batch is free, or if the flow is broken.
     pub(crate) fn try_take(&self) -> Option<B> {
         let mut state = self.lock();
         if state.broken {
@@ -110,12 +112,12 @@ impl<B> Flow<B> {
         state.free.pop()
     }
 
-    /// Passes a filled batch to the workers.
+    /// Submits a filled batch to any worker.
     pub(crate) fn submit(&self, batch: B) {
         self.submit_to(None, batch);
     }
 
-    /// Passes a filled batch to `worker`.
+    /// Submits a filled batch to the worker with index `worker`; with `None`, to any worker.
     pub(crate) fn submit_to(&self, worker: Option<usize>, batch: B) {
         let mut state = self.lock();
         state.ready.push_back((worker, batch));
@@ -127,12 +129,12 @@ impl<B> Flow<B> {
         }
     }
 
-    /// Waits for a batch that any worker may take; returns `None` once the flow has ended or is broken.
+    /// Waits for a batch that any worker may take. Returns `None` once the flow is broken, or has ended and no batch is ready.
     pub(crate) fn next(&self) -> Option<B> {
         self.next_of(None)
     }
 
-    /// Waits for a batch like [`Flow::next`], including those addressed to `worker`.
+    /// Waits for a batch like [`Flow::next`]. Also takes batches that are addressed to `worker`.
     pub(crate) fn next_of(&self, worker: Option<usize>) -> Option<B> {
         let first = |state: &State<B>| {
             let mut ready = state.ready.iter();
@@ -151,13 +153,13 @@ impl<B> Flow<B> {
         Some(batch)
     }
 
-    /// Returns a taken batch that was not submitted.
+    /// Returns a free batch to the flow without submitting it.
     pub(crate) fn release(&self, batch: B) {
         self.lock().free.push(batch);
         self.freed.notify_one();
     }
 
-    /// Returns a batch after the work on it.
+    /// Returns a submitted batch to the flow, after a worker has written it.
     pub(crate) fn give_back(&self, batch: B) {
         let mut state = self.lock();
         state.free.push(batch);
@@ -177,13 +179,13 @@ impl<B> Flow<B> {
         !state.broken
     }
 
-    /// Ends the flow: workers stop after the ready batches.
+    /// Ends the flow: workers stop once no batch is ready.
     pub(crate) fn end(&self) {
         self.lock().ended = true;
         self.readied.notify_all();
     }
 
-    /// Breaks the flow: ends all waits, now and later.
+    /// Breaks the flow after a failure: ends all present and later waits.
     pub(crate) fn break_flow(&self) {
         self.lock().broken = true;
         self.freed.notify_all();

@@ -1,4 +1,4 @@
-//! The path between a source of pages and a sink: a bounded number of batches, barriers, and the threads that share them.
+//! The path between a source of pages and a sink: a limited number of batches, barriers, and the threads that use them.
 //!
 //! | file | content |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! The threads of one migration from a source to a sink.
+//! Runs the threads of one migration from a source to a sink.
 
 use std::sync::Mutex;
 use std::thread;
@@ -21,7 +21,7 @@ use crate::status::Status;
 use crate::stream::accept_loop::AcceptLoop;
 use crate::stream::serve_queries::serve_queries;
 
-/// Runs all threads of one migration; `main` runs in this thread.
+/// Runs all threads of one migration. The calling thread runs `main`.
 pub(crate) fn run_threads(
     session: &Session<'_>,
     source: &dyn Source,
@@ -151,14 +151,14 @@ pub(crate) fn run_threads(
     }
 }
 
-/// Returns true if no thread waits for the workers, so that their priority may be lower. Otherwise a worker that holds main
-/// without a CPU would delay requested pages.
+/// Returns true if no other thread waits for the workers, so the workers' priority may be lowered. Otherwise, a worker without
+/// CPU time could delay requested pages while it has the lock of main.
 fn is_background(session: &Session<'_>) -> bool {
     let postcopy = session.sink.postcopy().filter(|_| session.may_run_there());
     postcopy.is_some_and(|postcopy| postcopy.is_apart())
 }
 
-/// Runs a worker: writes batches until there are no more.
+/// Runs a worker thread: writes batches until the flow ends.
 fn write_batches(
     session: &Session<'_>,
     blocks: &[RamBlockEntry],

@@ -1,4 +1,4 @@
-//! State that the threads of one migration share, and its end by any of them.
+//! State that the threads of one migration share. Any of them can end the migration.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -27,14 +27,14 @@ use crate::status::Status;
 use crate::stream::accept_loop::QuerySubject;
 use crate::stream::main_recv::WaitCondition;
 
-/// Check whether a wait continues.
+/// Condition of a wait: the wait ends after a failure, or after a cancel that is not too late.
 pub(crate) struct WaitCheck<'a> {
     control: &'a Control,
     session: Option<&'a Session<'a>>,
 }
 
 impl<'a> WaitCheck<'a> {
-    /// Creates the check for the time before there is a session.
+    /// Creates the condition for waits before the session exists.
     pub(crate) fn early(control: &'a Control) -> Self {
         Self {
             control,
@@ -57,45 +57,46 @@ impl WaitCondition for WaitCheck<'_> {
     }
 }
 
-/// One migration from a source to a sink.
+/// Shared state of one migration from a source to a sink.
 pub(crate) struct Session<'a> {
     pub control: Control,
-    /// Use of an accelerator by the method of incoming channels.
+    /// Use of an accelerator to decode the incoming channels: automatic, required, or off.
     pub accelerator: Accelerator,
-    /// Limit of the memory that the source can make this side allocate.
+    /// Limit of the memory that the source can make this process allocate.
     pub memory: MemoryLimit,
-    /// RAM that this relay's local QEMU omits.
+    /// RAM that the QEMU beside this relay omits.
     pub unused_ram: Vec<UnusedRam>,
-    /// CPU time that the channels of both sides may take together.
+    /// Limit of the CPU time of all channel threads, incoming and outgoing together.
     pub cpu: Arc<CpuBudget>,
     pub flow: Arc<Flow<Batch>>,
     pub barrier: Barrier,
     pub sink: &'a dyn Sink,
-    /// Counters of each incoming multifd channel, and finally of main.
+    /// Counters of each incoming multifd channel. The last entry counts the main channel.
     pub received: Vec<Counters>,
     /// Pages that workers have forwarded.
     pub pages: Counters,
     pub barriers: AtomicU64,
     pub threads: ThreadTimes,
     pub since: Instant,
-    /// Longest silence of another host; zero for no limit.
+    /// Maximum time without data from another host; zero for no limit.
     pub silence_timeout: Duration,
-    /// Period in which a source may query the outcome.
+    /// Time in which a source may query the outcome.
     pub query_period: Duration,
-    /// Name of the migration at this side.
+    /// Id of the migration that this process has chosen.
     pub id: MigrationId,
-    /// Handover from a source that is a relay.
+    /// State of the handover from the source, as the destination's side of it.
     pub destination_handover: DestinationHandover,
-    /// Handover to the destination.
+    /// State of the handover to the destination, as the source's side of it.
     pub source_handover: SourceHandover,
-    /// True once postcopy has begun: its source does not continue alone, and its channels bring no pages.
+    /// True once postcopy has begun. From then on the source does not resume its guest by itself, and its channels carry no
+    /// pages.
     switched: AtomicBool,
-    /// True with postcopy once the guest may run at the destination while pages are missing there.
+    /// In postcopy: true once the guest may run at the destination, although some of its pages have not arrived.
     may_run_there: AtomicBool,
-    /// True while the end of the connection makes the source's QEMU resume its guest: it has no answer yet that the devices are
-    /// loaded.
+    /// True while the source's QEMU would resume its guest if the connection ended. This QEMU has not yet received the answer
+    /// that the devices are loaded.
     source_resumes: AtomicBool,
-    /// Time at which the destination had the guest.
+    /// Time at which the destination had the guest; unset before.
     moved_at: OnceLock<Instant>,
 }
 
@@ -154,7 +155,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Returns true if a failure outside the migration's own threads still ends it.
+    /// Returns true if a failure that the watch thread finds, for example the end of a connection, can still end the migration.
     pub(crate) fn may_fail(&self) -> bool {
         let is_the_sources = match self.sink.is_guest() {
             true => {
@@ -165,7 +166,7 @@ impl<'a> Session<'a> {
         is_the_sources && !self.source_handover.failure.is_set()
     }
 
-    /// Stores `error` if it is the first, and ends every thread's wait. Has no effect after the commit (see
+    /// Records `error` if it is the first error, then ends every thread's wait. Has no effect after the commit (see
     /// [`SourceHandover::fail`]).
     pub(crate) fn fail(&self, error: MigrationError) {
         if self.source_handover.fail(error) {
@@ -173,21 +174,22 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Records that the main thread has ended with `error`, before or after the commit.
+    /// Records that the main thread has ended with `error`. Also has an effect after the commit.
     pub(crate) fn end(&self, error: MigrationError) {
         if self.source_handover.end(error) {
             self.release();
         }
     }
 
-    /// Ends all waits and sends.
+    /// Ends all waits, and aborts the sink.
     fn release(&self) {
         self.destination_handover.abandon();
         self.control.life().close();
         self.sink.abort();
     }
 
-    /// Waits until every reader is paused: before its first page, at a sync point, or after its last page.
+    /// Waits until every reader thread is paused at the barrier: before its first page, at a sync point, or after its last
+    /// page.
     pub(crate) fn await_readers(&self) -> Result<(), MigrationError> {
         let is_cancelled = || self.call().check().is_err();
         if self.barrier.wait_for_channels(is_cancelled) {
@@ -201,7 +203,7 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// Begins RAM at the sink, with the device sections after its START, and releases the readers.
+    /// Starts RAM at the sink, and sends the device sections that follow the RAM section's START. Then releases the readers.
     pub(crate) fn start_ram(&self, early: &EarlySections) -> Result<(), MigrationError> {
         self.await_readers()?;
         self.sink.ram_start()?;
@@ -213,21 +215,22 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Marks the offer: the source is about to learn that all is loaded. It may then release the guest, and a cancel is too
-    /// late. Returns false if the migration has failed.
+    /// Records the offer: next the source receives the answer that all is loaded. The source may then release the guest, so a
+    /// cancel is too late. Returns false if the migration has failed.
     pub(crate) fn offer(&self) -> bool {
         let may = self.source_handover.offer();
         self.control.set_too_late(may);
         may
     }
 
-    /// Records that the source has taken the guest back after the offer.
+    /// Records that the source has resumed its guest after the offer. A cancel is possible again.
     pub(crate) fn record_taken_back(&self) {
         self.source_handover.taken_back();
         self.control.set_too_late(false);
     }
 
-    /// Commits: EOF is sent next if this returns true. From here on no failure changes the outcome, and a cancel is ignored.
+    /// Commits the handover to the destination; returns false if the migration has failed or was cancelled in time. After true,
+    /// the caller sends EOF next. From then on no failure changes the outcome, and a cancel is ignored.
     pub(crate) fn commit(&self, hooks: Hooks<'_>) -> bool {
         // A cancel after the offer is too late.
         let too_late = self.source_handover.is_offered();
@@ -244,13 +247,14 @@ impl<'a> Session<'a> {
         true
     }
 
-    /// Marks the start of postcopy: a cancel is ignored from here on.
+    /// Records the start of postcopy. From then on a cancel is ignored.
     pub(crate) fn switch(&self) {
         self.control.set_too_late(true);
         self.set_switched();
     }
 
-    /// Marks the start of postcopy for a guest of this process, which a cancel may still prevent from running.
+    /// Records the start of postcopy without making a cancel too late. For a guest of this process: until the guest runs, a
+    /// cancel is still possible.
     pub(crate) fn set_switched(&self) {
         self.switched.store(true, Ordering::Release);
     }
@@ -260,8 +264,8 @@ impl<'a> Session<'a> {
         self.switched.load(Ordering::Acquire)
     }
 
-    /// Marks that the destination may run the guest from the next byte on. A later failure leaves the guest without some of its
-    /// pages, until source and destination are reconnected.
+    /// In postcopy, records that the next bytes allow the destination to run the guest. If the migration fails later, the guest
+    /// lacks some of its pages until source and destination are reconnected.
     pub(crate) fn switch_over(&self, hooks: Hooks<'_>) -> Result<(), MigrationError> {
         self.call().check()?;
         if let Some(on_commit) = hooks.on_commit {
@@ -271,30 +275,31 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Records that the package requests an answer: until it arrives, the source's QEMU resumes its guest if the connection
-    /// ends.
+    /// Records that the package of devices asks for an answer. Until the answer is sent, the source's QEMU resumes its guest if
+    /// the connection ends.
     pub(crate) fn note_source_resumes(&self) {
         self.source_resumes.store(true, Ordering::Release);
     }
 
-    /// Records an answer that is sent to the source next.
+    /// Must be called before each answer to the source. Notes the answer that the devices are loaded: from then on the source's
+    /// QEMU no longer resumes its guest if the connection ends.
     pub(crate) fn note_answer(&self, message: &ReturnMessage<'_>) {
         if *message == ReturnMessage::Pong(DEVICES_LOADED) {
             self.source_resumes.store(false, Ordering::Release);
         }
     }
 
-    /// Returns true if the source's QEMU resumes its guest when the connection ends.
+    /// Returns true while the source's QEMU would resume its guest if the connection ended.
     pub(crate) fn source_resumes(&self) -> bool {
         self.source_resumes.load(Ordering::Acquire)
     }
 
-    /// Returns true after [`Session::switch_over`].
+    /// Returns true once [`Session::switch_over`] has succeeded.
     pub(crate) fn may_run_there(&self) -> bool {
         self.may_run_there.load(Ordering::Acquire)
     }
 
-    /// Records the outcome by the destination's statement, or by its absence.
+    /// Settles the outcome of the handover: by the destination's statement, or with `None` if there is none.
     pub(crate) fn settle(&self, statement: Option<DestinationStatement>) {
         self.source_handover.settle(statement);
         if self.source_handover.outcome() == Some(SourceOutcome::Moved) {
@@ -304,7 +309,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Returns the subject of outcome queries; `refuse` ends the migration.
+    /// Returns the information that outcome queries need. `refuse` is called to end the migration.
     pub(crate) fn query_subject<'s>(&'s self, refuse: &'s (dyn Fn() + Sync)) -> QuerySubject<'s> {
         QuerySubject {
             id: self.id,
@@ -313,14 +318,14 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Returns the time from the source's first connection until the destination had the guest.
+    /// Returns the time from the source's first connection until the destination had the guest, or until now.
     pub(crate) fn total(&self) -> Duration {
         let moved_at = self.moved_at.get().copied();
         let end = moved_at.unwrap_or_else(|| self.control.life().now());
         end.saturating_duration_since(self.since)
     }
 
-    /// Returns the statistics of a relayed VM of type `machine`.
+    /// Returns the statistics of this migration. `machine` is the machine type of the VM.
     pub(crate) fn relayed(&self, machine: &str) -> Relayed {
         Relayed {
             total: self.total(),
@@ -341,7 +346,7 @@ impl<'a> Session<'a> {
     }
 }
 
-/// Statistics of a relay.
+/// Statistics of one migration through a relay.
 pub(crate) struct Relayed {
     pub total: Duration,
     pub received_bytes: u64,

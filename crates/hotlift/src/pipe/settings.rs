@@ -8,22 +8,23 @@ use serde_json::Value;
 use crate::options::{Limits, StreamOptions, ZeroPageDetection};
 use crate::tls::Tls;
 
-/// RAM that a QEMU omits because a device reports it as unused by the guest. In a file it reads as zero.
+/// RAM that a QEMU does not send, because a device reports that the guest does not use it. After a save and restore it is zero.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum UnusedRam {
-    /// Up to `bytes` of a RAM block are unplugged (virtio-mem).
+    /// Up to `bytes` bytes of a RAM block are unplugged (virtio-mem).
     Unplugged {
-        /// Name of the RAM block, or the last part of it.
+        /// Name of the RAM block, or the end of the name.
         block: String,
-        /// Size in bytes.
+        /// Maximum size of the unplugged memory, in bytes.
         bytes: u64,
     },
-    /// Pages anywhere that the guest reports as free (free page hints of virtio-balloon).
+    /// Any page that the guest reports as free (free page hints of virtio-balloon).
     Free,
 }
 
 impl UnusedRam {
-    /// Returns how many bytes of this RAM block may be unplugged; `None` for another block.
+    /// Returns the maximum count of unplugged bytes in the RAM block `name`. Returns `None` if this entry is about another
+    /// block.
     pub(crate) fn unplugged(&self, name: &str) -> Option<u64> {
         let Self::Unplugged { block, bytes } = self else {
             return None;
@@ -36,43 +37,52 @@ impl UnusedRam {
 /// Settings of a relay.
 #[derive(Debug, Clone)]
 pub struct RelaySettings {
-    /// Multifd channels, method, level and bandwidth of the outgoing side.
+    /// Options of the outgoing stream: multifd channels, method, level and bandwidth.
     pub outgoing: StreamOptions,
     /// Limits for the source and the destination.
     pub limits: Limits,
-    /// Encoding of zero pages: in packets (`Multifd`), as records of main (`Legacy`), or unchanged and without detection
-    /// (`None`). Default: detected unless the source has done so, and sent in a form that the destination can read.
+    /// Form of zero pages in the outgoing stream:
+    ///
+    /// - `Multifd`: listed in packets
+    /// - `Legacy`: records of the main channel
+    /// - `None`: as in the incoming stream, without detection
+    ///
+    /// Default (unset): a form that the destination can read. Zero pages are detected unless the source has already done so.
     pub zero_pages: Option<ZeroPageDetection>,
-    /// UUID of the VM, if the incoming side has no multifd channels that carry it.
+    /// UUID of the VM, if the incoming stream has no multifd channels, which would carry the UUID.
     pub uuid: Option<[u8; 16]>,
-    /// QEMU's property `multifd-flush-after-each-section` of the outgoing side. Default: as the source's QEMU shows it in its
-    /// stream or file; otherwise `qemu_flushes_after_each_section`; otherwise on for machine types up to 8.0.
+    /// QEMU's property `multifd-flush-after-each-section` for the outgoing stream. If unset, the first known value applies:
+    ///
+    /// - the value that the source's QEMU shows in its stream or file
+    /// - `qemu_flushes_after_each_section`
+    /// - on for machine types up to 8.0, off for later ones
     pub flush_after_each_section: Option<bool>,
-    /// The same property as the destination's QEMU reports it over QMP; `None` if it is not reported or was not queried.
+    /// Property `multifd-flush-after-each-section` that the destination's QEMU reports over QMP; `None` if unknown.
     pub qemu_flushes_after_each_section: Option<bool>,
-    /// True if the destination is a QEMU with multifd as in `outgoing`. If false, it may also be a relay, which accepts either.
+    /// True if the destination is a QEMU with the same multifd setting as `outgoing`. If false, the destination may also be a
+    /// relay, which accepts both settings.
     pub to_qemu: bool,
-    /// Reads damaged pages of a save file as zero. Without it such a file is rejected.
+    /// True if damaged pages of a save file are restored as zero. If false, a damaged file is rejected.
     pub salvage: bool,
-    /// Description of the source's VM, stored in the header of a save file for the process that restores it.
+    /// Description of the source's VM. A save stores it in the file's header, for the program that restores the VM.
     pub vm: Option<Value>,
-    /// RAM that this relay's local QEMU omits. When saving, every other page must arrive, with content or as zero. When
-    /// restoring, a fully unplugged RAM block receives only content: a zero page would make QEMU allocate memory for it.
+    /// RAM that the QEMU beside this relay omits. In a save, every other page must arrive, with content or as zero. In a
+    /// restore, a fully unplugged RAM block receives only pages with content: for a zero page, QEMU would allocate memory.
     pub unused_ram: Vec<UnusedRam>,
-    /// Token that each incoming connection must begin with, given to the permitted source over a separate conversation.
-    /// Default: any client that uses the format is accepted.
+    /// Token that each incoming connection must begin with. The permitted source received it over a separate conversation.
+    /// Without a token, any client with the right format is accepted.
     pub incoming_pass: Option<ConnectionToken>,
     /// Token that each outgoing connection begins with, as the destination has requested.
     pub outgoing_pass: Option<ConnectionToken>,
-    /// Set if the source's connections use TLS.
+    /// TLS of the source's connections; `None` for connections without TLS.
     pub incoming_tls: Option<Arc<Tls>>,
-    /// Set if the connections to the destination use TLS. (The options' `tls-creds` has no effect here: only the caller knows
-    /// which side is the other Hotlift.)
+    /// TLS of the connections to the destination; `None` for connections without TLS. The option `tls-creds` has no effect
+    /// here, because only the caller knows if a peer is the local QEMU or the other Hotlift.
     pub outgoing_tls: Option<Arc<Tls>>,
 }
 
 impl Default for RelaySettings {
-    /// Returns the default options, but without a bandwidth limit: the source limits itself.
+    /// Returns the default options, but without a bandwidth limit, because the source limits itself.
     fn default() -> Self {
         Self {
             outgoing: StreamOptions {

@@ -1,4 +1,4 @@
-//! The connections of a source on another host, and the answers to it.
+//! Connections from a source on another host, and the answers to that source.
 
 use std::io::{self, Write};
 use std::net::Shutdown;
@@ -18,26 +18,26 @@ use crate::stream::multifd_recv::{
     ChannelLimits, ChannelRules, Methods, MultifdReceiver, PageSink,
 };
 
-/// A main channel and the multifd channels.
+/// Main channel and multifd channels from a source.
 pub(crate) struct StreamIn {
     pub main: Stream,
     /// Multifd channels by id.
     pub multifd: Vec<Stream>,
-    /// Size of the packets.
+    /// Layout of the source's packets.
     pub layout: PacketLayout,
     methods: Methods,
-    /// True if the source selects the method of each packet, and requests load reports.
+    /// True if the method can differ between packets. Such a source needs load reports.
     by_packet: bool,
     load: ReceiverLoad,
-    /// True if the source is a Hotlift, a relay or a guest.
+    /// True if the source is a Hotlift: a relay, or a guest in a Hotlift.
     is_hotlift: AtomicBool,
-    /// Serializes the answers of different threads.
+    /// Lock for writing an answer: several threads send answers.
     answering: Mutex<()>,
 }
 
 impl StreamIn {
-    /// Wraps the connections of a source, a Hotlift or not. `hello` is its identification on the channels, whose packets use
-    /// `methods`.
+    /// Creates the connections from a source. `hello` is the source's identification as a Hotlift on its channels, if it has
+    /// sent one. `methods` are the methods of its packets.
     pub(crate) fn new(
         main: Stream,
         multifd: Vec<Stream>,
@@ -62,7 +62,7 @@ impl StreamIn {
         self.is_hotlift.load(Ordering::Acquire)
     }
 
-    /// Records that a source without multifd channels has identified itself as a Hotlift.
+    /// Records that the source is a Hotlift. Needed for a source without multifd channels, which identifies itself later.
     pub(crate) fn set_is_hotlift(&self) {
         self.is_hotlift.store(true, Ordering::Release);
     }
@@ -72,23 +72,23 @@ impl StreamIn {
         std::iter::once(&self.main).chain(&self.multifd)
     }
 
-    /// Sends `bytes`, complete return path messages, to the source on main.
+    /// Sends `bytes` to the source on main. `bytes` must be complete return path messages.
     pub(crate) fn answer(&self, bytes: &[u8]) -> io::Result<()> {
         let _one = lock(&self.answering);
         (&self.main).write_all(bytes)
     }
 
-    /// Sends `bytes` like [`StreamIn::answer`], and closes main on an error: nothing can follow a partial message.
+    /// Sends `bytes` like [`StreamIn::answer`]. On an error, closes main, because no message can follow a partial message.
     pub(crate) fn answer_or_cut(&self, bytes: &[u8]) -> io::Result<()> {
         let _one = lock(&self.answering);
         let answered = (&self.main).write_all(bytes);
         answered.inspect_err(|_| self.main.cut())
     }
 
-    /// Reads channel `id` into `pages` until it ends, or `pages` stops it.
+    /// Reads channel `id` until it ends. Calls `pages` with the packets; `pages` can stop the read.
     ///
     /// # Errors
-    /// The error of the channel or of `pages`.
+    /// An error of the channel, or the error that `pages` returned.
     pub(crate) fn read_channel(
         &self,
         session: &Session<'_>,
@@ -115,21 +115,22 @@ impl StreamIn {
         MultifdReceiver::new(rules, channel, blocks, limits, load, counters)?.run(pages)
     }
 
-    /// Returns true if the multifd channels of a failed migration must stay alive until the source closes them (see
-    /// [`graceful_close::leave_qemu`]): those of a QEMU, before postcopy.
+    /// Returns true if the multifd channels of a failed migration must stay open until the source closes them (see
+    /// [`graceful_close::leave_qemu`]). Applies only to a QEMU as the source, before postcopy.
     fn keeps_channels(&self, session: &Session<'_>) -> bool {
         let has_failed = session.source_handover.failure.is_set();
         has_failed && !self.is_hotlift() && !session.is_switched() && !self.multifd.is_empty()
     }
 
-    /// Ends the waits of the channels' readers after a failure, or leaves that to [`StreamIn::leave`].
+    /// After a failure, closes the multifd channels, which ends their readers' waits. If the source must close them first,
+    /// [`StreamIn::leave`] ends the waits instead.
     pub(crate) fn free_readers(&self, session: &Session<'_>) {
         if !self.keeps_channels(session) {
             self.shut_channels();
         }
     }
 
-    /// Lets a QEMU close its channels, if the migration has failed; the caller closes all connections next.
+    /// After a failed migration, waits until a QEMU has closed its channels. The caller must close all connections next.
     pub(crate) fn leave(&self, session: &Session<'_>) {
         if self.keeps_channels(session) {
             graceful_close::leave_qemu(&self.main, &self.multifd);

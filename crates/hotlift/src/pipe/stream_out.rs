@@ -1,4 +1,4 @@
-//! The connections to the destination of a migration, and its answers on them.
+//! Connections to the destination of a migration, and the destination's answers on them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::stream::main_send::{MainLink, MainSend};
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend, connect};
 use crate::stream::return_path::Answers;
 
-/// A main channel and the multifd channels.
+/// Main channel and multifd channels to a destination.
 pub(crate) struct StreamOut {
     /// Address of the destination.
     pub to: Remote,
@@ -56,12 +56,12 @@ impl StreamOut {
         })
     }
 
-    /// Iterates over all connections, main first.
+    /// Iterates over all connections, the main channel first.
     pub(crate) fn streams(&self) -> impl Iterator<Item = &Stream> {
         std::iter::once(&self.link.transport).chain(self.multifd.sockets())
     }
 
-    /// Returns the sum of all counters.
+    /// Returns the sum of the counters of all connections.
     pub(crate) fn counts(&self) -> Counts {
         let main = self.link.counters.read();
         [self.multifd.counts(), main].into_iter().sum()

@@ -1,7 +1,7 @@
-//! The watch thread, which handles events while all others are blocked: a cancel, and the loss of the source.
+//! The watch thread. It handles events while all other threads are blocked: a cancel, and the loss of the source.
 //!
 //! A destination that reads nothing blocks the workers, and blocked workers block the readers. Then no thread reads from the
-//! source, so none notices its end.
+//! source, so no other thread notices that the source has disconnected.
 //!
 //! The watch thread sleeps until a connection ends, the lifetime changes, or a deadline passes. It wakes periodically only for
 //! progress reports, and for samples of connections to other hosts ([`Liveness`]).
@@ -24,17 +24,18 @@ use crate::pipe::source::Source;
 /// Interval of progress reports.
 pub(crate) const REPORT: Duration = Duration::from_millis(500);
 
-/// Time in which a destination with a lost channel may still report that it has loaded the guest. It may have read everything
-/// before; if not, a QEMU waits for the rest forever, and stops reading its other channels.
+/// Time in which a destination may report that it has loaded the guest, after it has closed a channel. The destination may have
+/// closed the channel because it has read everything. If not, a QEMU waits forever for the missing data, and no longer reads
+/// its other channels.
 const LOST_CHANNEL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Limit of the graceful close towards a source; then its main channel is closed anyway.
+/// Time limit for the source to close its connections after a failure. Then this process closes the main channel.
 const GRACEFUL_CLOSE: Duration = Duration::from_secs(8);
 
-/// Callback for progress reports.
+/// Optional callback for progress reports.
 type OnProgress<'a> = Option<&'a (dyn Fn(&RelayProgress) + Sync)>;
 
-/// Watch over one migration.
+/// Watch thread of one migration.
 pub(crate) struct Watch<'a> {
     session: &'a Session<'a>,
     source: &'a dyn Source,
@@ -43,10 +44,10 @@ pub(crate) struct Watch<'a> {
 }
 
 impl<'a> Watch<'a> {
-    /// Creates the watch of a migration.
+    /// Creates the watch thread's state.
     ///
     /// # Errors
-    /// The system cannot create a descriptor.
+    /// The system's error if it cannot create a descriptor.
     pub(crate) fn new(session: &'a Session<'a>, source: &'a dyn Source) -> io::Result<Self> {
         Ok(Self {
             session,
@@ -56,15 +57,15 @@ impl<'a> Watch<'a> {
         })
     }
 
-    /// Returns a guard that ends the watch when the main thread ends, for whatever reason.
+    /// Returns a guard that ends the watch thread when the guard is dropped, even after a panic of the main thread.
     pub(crate) fn ends(&self) -> impl Drop {
         EndsWatch(self)
     }
 
-    /// Watches, and reports to `on_progress`, until the end.
+    /// Runs the watch thread until the migration ends. Reports to `on_progress` every [`REPORT`].
     ///
     /// # Errors
-    /// The wait fails.
+    /// An event ends the migration: see `Watch::check`. Also the system's error if it cannot wait.
     pub(crate) fn run(
         &self,
         total_bytes: u64,
@@ -126,8 +127,12 @@ impl<'a> Watch<'a> {
         Ok(())
     }
 
-    /// Checks at `now` whether the migration continues; `answers` is the liveness of the other hosts. `lost_until` is the time
-    /// limit after the loss of a channel, set here.
+    /// Checks, at the time `now`, if the migration must end:
+    ///
+    /// - after a cancel
+    /// - after the loss of the connection that the source must keep open
+    /// - at the time `lost_until`, set here when the destination closes a channel
+    /// - in precopy, if `answers` is an error: another host does not answer
     fn check(
         &self,
         now: Instant,
@@ -135,7 +140,7 @@ impl<'a> Watch<'a> {
         answers: Result<(), MigrationError>,
     ) -> Result<(), MigrationError> {
         let session = self.session;
-        // At a guest's destination a cancel ends the waits without this thread; in a relay's postcopy it is ignored.
+        // At a guest's destination, a cancel ends the waits without this thread. In a relay's postcopy, a cancel is ignored.
         let is_noticed = session.sink.is_guest() || session.is_switched();
         if session.control.is_cancelled() && !is_noticed {
             return Err(MigrationError::Cancelled);
