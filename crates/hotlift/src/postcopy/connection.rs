@@ -1,4 +1,4 @@
-//! One connection over which a guest receives its missing pages.
+//! Sends a guest its missing pages over one connection: requested pages first, all other pages in the background.
 
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,7 +22,7 @@ use crate::stream::return_path::{Answers, AnswersGuard, Messages};
 /// Maximum count of background threads.
 const THREADS: usize = 4;
 
-/// Connection for requested pages.
+/// Separate connection for requested pages.
 struct Preempt {
     channel: PreemptOut,
     ends_by_message: bool,
@@ -35,17 +35,19 @@ pub(crate) struct Connection<'a, P> {
     pub main: &'a PriorityLock<MainSend>,
     pub link: Arc<MainLink>,
     pub answers: &'a Answers,
-    /// Connection for requested pages; without it they are sent on main, before all other pages.
+    /// Separate connection for requested pages. If there is none, requested pages are sent on main, before all other pages.
     preempt: OnceLock<Preempt>,
-    /// True once everything is written on main. Later answers only concern the other connection, which the destination ends.
+    /// True once everything is written on main. Answers written later only concern the connection for requested pages, which
+    /// the destination closes.
     ended: AtomicBool,
-    /// Rate limit of the background.
+    /// Rate limit of the background, which sends pages that were not requested.
     pace: Arc<Pacer>,
     cpu: Arc<CpuBudget>,
 }
 
 impl<'a, P: Pages> Connection<'a, P> {
-    /// Creates a connection that writes through `main`; `pace` and `cpu` limit the background.
+    /// Creates a connection that writes through `main`. The rate limit `pace` and the CPU limit `cpu` apply only to the
+    /// background.
     pub(crate) fn new(
         (pages, ledger): (&'a P, Arc<Ledger>),
         (main, link): (&'a PriorityLock<MainSend>, Arc<MainLink>),
@@ -65,8 +67,8 @@ impl<'a, P: Pages> Connection<'a, P> {
         }
     }
 
-    /// Sends requested pages over this connection from now on. `ends_by_message`: the destination waits for the end message, as
-    /// QEMU 7.2 does.
+    /// Sends requested pages over `stream` from now on. `ends_by_message` is true if the destination waits for an end message
+    /// on `stream`, as QEMU 7.2 does.
     pub(crate) fn answer_on(&self, stream: Stream, ends_by_message: bool) {
         let channel = PreemptOut::new(stream, Arc::clone(&self.link.counters));
         let _ = self.preempt.set(Preempt {
@@ -75,14 +77,14 @@ impl<'a, P: Pages> Connection<'a, P> {
         });
     }
 
-    /// Stores the first error, and ends every wait.
+    /// Records `error` if it is the first error, then ends every wait.
     pub(crate) fn fail(&self, error: MigrationError) {
         self.ledger.life.fail(error);
         self.close();
         self.answers.end();
     }
 
-    /// Ends all activity, without an error of its own.
+    /// Ends every wait, without recording an error.
     pub(crate) fn close(&self) {
         self.ledger.life.close();
         self.pages.abandon();
@@ -92,7 +94,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         }
     }
 
-    /// Returns the first error.
+    /// Takes the first error; returns `None` if there was none.
     pub(crate) fn take_failure(&self) -> Option<MigrationError> {
         self.ledger.life.failure().take()
     }
@@ -101,7 +103,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.ledger.life.is_stopped()
     }
 
-    /// Runs the thread that reads the destination's messages.
+    /// Runs the reader thread: reads the destination's messages until the connection ends.
     pub(crate) fn receive(&self, messages: Messages) {
         let _ends = AnswersGuard(self.answers);
         if let Err(error) = caught(|| self.listen(messages)) {
@@ -110,7 +112,8 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.ledger.order.change(RequestQueue::end);
     }
 
-    /// Runs the thread that answers requests: the loading of devices may need pages.
+    /// Runs the thread that answers page requests. Must run before the destination loads the devices, because loading may need
+    /// pages.
     pub(crate) fn answer_all(&self) {
         if let Err(error) = caught(|| self.answer_requests())
             && !self.ended.load(Ordering::Acquire)
@@ -119,7 +122,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         }
     }
 
-    /// Reads requests and answers until the connection ends.
+    /// Reads the destination's messages until the connection ends: page requests, and answers about the handover.
     fn listen(&self, mut messages: Messages) -> Result<(), MigrationError> {
         let mut current = None;
         loop {
@@ -157,14 +160,14 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.pages.record_request(block, page);
         batch.clear();
         if !ledger.is_sent(block, page) {
-            // Before the claim: an unreadable page must not count as sent.
+            // The page is read before it is claimed: an unreadable page must not count as sent.
             reader.add_all(block, ledger.together(block, page), batch)?;
         }
         if !ledger.claim(block, page) {
             order.change(|order| order.done(request, None));
             return Ok(());
         }
-        // The pages after a zero page are unpredictable, and those after a huge page are not needed soon.
+        // After a zero page, no other pages are predictable. After a huge page, its neighbours are not needed soon.
         let is_alone = batch.normal.is_empty() || ledger.has_huge_pages(block);
         let preempt = self.preempt.get().map(|preempt| &preempt.channel);
         let mut way = OutputPath::urgent(self.main, preempt);
@@ -175,8 +178,8 @@ impl<'a, P: Pages> Connection<'a, P> {
             order.is_waiting()
         });
         sent?;
-        // A waiting request comes first on main. Neighbours never use the connection for requested pages: the destination reads
-        // it only until it has all requested pages.
+        // On main, the next waiting request has priority over neighbours. Neighbours are never sent on the connection for
+        // requested pages: the destination reads this connection only until it has all requested pages.
         if is_alone || (is_waiting && matches!(way, OutputPath::Main(_))) {
             return Ok(());
         }
@@ -199,14 +202,15 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.write(&mut OutputPath::Main(turn), block, batch)
     }
 
-    /// Returns true if sending neighbours of a requested page on main delays no request and exceeds no rate limit.
+    /// Returns true if neighbours of a requested page can be sent on main at once: no request waits, there is no rate limit,
+    /// and the socket has room.
     fn takes_no_time(&self) -> bool {
         let is_waiting = self.ledger.order.lock().is_waiting();
         !is_waiting && !self.pace.is_limited() && self.link.transport.is_writable()
     }
 
-    /// Sends the pages that were not requested, with up to `threads` threads named `name` and a number. Returns false if the
-    /// connection has ended; another thread then holds the cause.
+    /// Sends the pages that were not requested, with up to `threads` threads. A thread's name is `name` with a number. Returns
+    /// false if the connection has ended; another thread has recorded the cause.
     pub(crate) fn send_background<'scope>(
         &'scope self,
         scope: &'scope thread::Scope<'scope, '_>,
@@ -224,7 +228,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         for thread in running {
             let ended = thread.join().and_then(|ended| ended);
             if ended.is_err() {
-                // The other threads stop, too.
+                // Makes the other threads stop, too.
                 self.ledger.life.close();
                 outcome = outcome.and(ended);
             }
@@ -233,7 +237,8 @@ impl<'a, P: Pages> Connection<'a, P> {
     }
 
     fn send_the_rest(&self) -> Result<(), MigrationError> {
-        // Only with that connection: without it, this thread holds the lock that an answer waits for.
+        // Lowers the priority only if requested pages have a separate connection. Otherwise this thread has the lock that an
+        // answer waits for.
         if self.preempt.get().is_some() {
             lower_priority();
         }
@@ -288,7 +293,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.write(&mut way, block, batch)
     }
 
-    /// Sends the huge page that contains this page, unless it is zero.
+    /// Sends the huge page that contains page `page`. Sends nothing if the huge page is zero.
     fn send_huge_page(
         &self,
         block: usize,
@@ -309,7 +314,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.write(&mut way, block, batch)
     }
 
-    /// Sends these pages, if any, contiguously.
+    /// Sends the pages of `batch` without a gap between them. Does nothing if `batch` is empty.
     fn write(
         &self,
         way: &mut OutputPath<'_>,
@@ -331,12 +336,13 @@ impl<'a, P: Pages> Connection<'a, P> {
         way.send(&self.ledger.blocks()[block].name, pages)
     }
 
-    /// Waits until a QEMU has begun to read its requested pages, after the background and before [`Self::end`].
+    /// Waits until a QEMU has begun to read the connection for requested pages. Must be called between the end of the
+    /// background and [`Self::end`].
     ///
-    /// QEMU from 8.0 on: when its reader thread of requested pages starts or returns from a pause, the thread checks whether
-    /// main has ended. If so, it exits, and waits for pages never end. Once it reads, it stays until no page is awaited. If the
-    /// thread was sent no page before, it is sent one now, to see that it reads. Over TCP this only shows that the page has
-    /// reached QEMU's kernel.
+    /// In QEMU 8.0 and later, a thread reads the requested pages. When this thread starts or returns from a pause, it checks if
+    /// main has ended. If main has ended, the thread exits, and the guest waits for its pages forever. Once the thread reads,
+    /// it continues until no page is awaited. If no page was sent to the thread before, one is sent now, to see that the thread
+    /// reads. Over TCP this shows only that the page has reached the kernel of QEMU's host.
     pub(crate) fn wait_for_reader(&self) -> Result<(), MigrationError> {
         let Some(preempt) = self
             .preempt
@@ -354,7 +360,7 @@ impl<'a, P: Pages> Connection<'a, P> {
                     pages.for_each(|page| batch.add_zero(page));
                     self.write(&mut OutputPath::Alone(channel), block, &batch)?;
                 }
-                // No page can be requested any more; an answer may be in progress.
+                // No page can be requested any more, but an answer may still be in progress.
                 None => self.ledger.end_and_drain(),
             }
         }
@@ -370,13 +376,13 @@ impl<'a, P: Pages> Connection<'a, P> {
         Ok(())
     }
 
-    /// Reports to the destination that it has all pages, and waits for its confirmation.
+    /// Ends the stream, which states that the destination has all pages. Waits for the destination's confirmation.
     pub(crate) fn end(&self) -> Result<(), MigrationError> {
         match self.preempt.get() {
-            // The destination closes the connection for requested pages itself, once it has all of them.
+            // The destination closes the connection for requested pages, once it has all requested pages.
             Some(preempt) if !preempt.ends_by_message => {}
             preempt => {
-                // An answer in progress is finished first. All pages requested later are zero, which the end message implies.
+                // Finishes an answer in progress first. All pages requested later are zero; the end message implies this.
                 self.ledger.end_and_drain();
                 preempt.map_or(Ok(()), |preempt| preempt.channel.end())?;
             }
@@ -419,13 +425,13 @@ mod tests {
     /// Count of pages in a huge page.
     const HUGE: usize = 8;
 
-    /// Pages of the RAM blocks: one with small pages, and one with huge pages.
+    /// Counts of pages in the two RAM blocks: the first has small pages, the second has huge pages.
     const PAGES: [usize; 2] = [8, 4 * HUGE];
 
-    /// An unreadable page.
+    /// A page that cannot be read.
     const BROKEN: Place = (1, 3 * HUGE + 2);
 
-    /// RAM that is zero except for these pages.
+    /// Simulated RAM: zero, except for the pages listed here.
     struct Ram {
         full: [Place; 5],
         shares: Mutex<Vec<Vec<Place>>>,
@@ -470,7 +476,7 @@ mod tests {
         }
     }
 
-    /// Returns the pages of RAM in a stream, in order, each with true if it is zero.
+    /// Returns the pages of RAM in a stream, in order. The flag is true if the page is zero.
     fn pages_of(stream: &[u8]) -> Vec<(Place, bool)> {
         let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
         let (mut at, mut pages) = (0, Vec::new());
@@ -490,7 +496,7 @@ mod tests {
         pages
     }
 
-    /// Runs `test` with a connection that sends pages of `ram`, and with its peer.
+    /// Runs `test` with a connection that sends pages of `ram`, and with the peer's end of the connection.
     fn connected<R>(ram: &Ram, test: impl FnOnce(&Connection<'_, Ram>, &Stream) -> R) -> R {
         let mut blocks = PAGES.map(|pages| RamBlockEntry::new("", (pages * PAGE_SIZE) as u64));
         blocks[0].name = "small".to_owned();

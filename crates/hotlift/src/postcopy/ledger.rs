@@ -1,4 +1,4 @@
-//! State of one connection: pages sent, pages requested, and the next pages to send.
+//! State of the pages on one postcopy connection: sent pages, requested pages, and the next pages to send.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -13,34 +13,34 @@ use crate::error::{Channel, MigrationError};
 use crate::life::Life;
 use crate::life::wait_mutex::WaitMutex;
 
-/// Shared by the reader thread and the sending threads.
+/// State of one connection, shared by its reader thread and its sending threads.
 pub(crate) struct Ledger {
     blocks: Vec<RamBlockEntry>,
-    /// For each RAM block, the count of 4 KiB pages in one page of the destination's RAM. They are sent together, and the first
-    /// of them stands for all in the bitmaps.
+    /// For each RAM block, the count of 4 KiB pages in one page of the destination's RAM. These 4 KiB pages are sent together.
+    /// In the bitmaps, the first of them represents all of them.
     together: Vec<usize>,
-    /// Bitmap per RAM block of pages sent, or being sent.
+    /// For each RAM block, the bitmap of pages that were sent or are being sent.
     sent: Vec<DirtyBitmap>,
-    /// Bitmap per RAM block of requested pages.
+    /// For each RAM block, the bitmap of requested pages.
     asked: Vec<DirtyBitmap>,
-    /// Bitmap per RAM block of pages that the background has examined.
+    /// For each RAM block with huge pages, the bitmap of pages that the background has examined.
     seen: Vec<DirtyBitmap>,
-    /// Lifetime of the connection, not of the migration, whose late cancel must not end the background's sleeps.
+    /// Lifetime of the connection. It is not the migration's lifetime, where a late cancel would end the background's sleeps.
     pub life: Life,
     pub order: WaitMutex<RequestQueue>,
 }
 
-/// Next pages of the background.
+/// Next pages that a background thread sends.
 #[derive(Debug)]
 pub(crate) enum Next {
-    /// Neighbours of a requested page of this RAM block, read together with it.
+    /// Neighbours of a requested page, read together with the requested page: index of the RAM block, and the pages.
     Neighbours(usize, Batch),
-    /// Pages from this one on.
+    /// Pages to read, starting with this page.
     From(Place),
 }
 
 impl Ledger {
-    /// Creates the state for these RAM blocks, with no page sent.
+    /// Creates the state for `blocks`, with no page sent.
     pub(crate) fn new(blocks: &[RamBlockEntry]) -> Self {
         let life = Life::default();
         let page_size = PAGE_SIZE as u64;
@@ -62,34 +62,34 @@ impl Ledger {
         }
     }
 
-    /// Returns the RAM blocks.
+    /// Returns the list of RAM blocks.
     pub(crate) fn blocks(&self) -> &[RamBlockEntry] {
         &self.blocks
     }
 
-    /// Returns the count of pages of a RAM block.
+    /// Returns the count of 4 KiB pages in a RAM block.
     pub(crate) fn pages(&self, block: usize) -> usize {
         self.sent[block].pages()
     }
 
-    /// Records that the destination has these pages of a RAM block: one bit per page, lowest first.
+    /// Records the pages of a RAM block that the destination has. `bits` has one bit per page, the lowest bit first.
     pub(crate) fn has(&self, block: usize, bits: &[u8]) {
         let words = bits.as_chunks::<8>().0.iter();
         let words: Vec<u64> = words.map(|word| u64::from_le_bytes(*word)).collect();
         self.sent[block].or_words(0, &words);
     }
 
-    /// Returns the count of the pages that were sent, or that the destination had.
+    /// Returns the count of pages that were sent, or that the destination had before.
     pub(crate) fn sent(&self) -> u64 {
         self.sent.iter().map(DirtyBitmap::count).sum()
     }
 
-    /// Returns true if pages of this RAM block are sent only in groups.
+    /// Returns true if the destination has this RAM block in huge pages, so that groups of 4 KiB pages are sent together.
     pub(crate) fn has_huge_pages(&self, block: usize) -> bool {
         self.together[block] > 1
     }
 
-    /// Returns the pages that are sent together with a page, including itself.
+    /// Returns the numbers of the 4 KiB pages that are sent together with `page`, including `page`.
     pub(crate) fn together(&self, block: usize, page: usize) -> Range<usize> {
         let first = self.first(block, page);
         first..self.pages(block).min(first + self.together[block])
@@ -104,13 +104,13 @@ impl Ledger {
         self.sent[block].test(self.first(block, page))
     }
 
-    /// Claims this page and those sent together with it; returns true if the caller must send them. Requests for a claimed page
-    /// get no answer of their own.
+    /// Claims `page` and the pages that are sent together with it. Returns true if the caller must send them, false if another
+    /// thread does. A request for a claimed page gets no separate answer.
     pub(crate) fn claim(&self, block: usize, page: usize) -> bool {
         self.sent[block].set(self.first(block, page))
     }
 
-    /// Claims any unsent page with those sent together with it; returns `None` if all pages were claimed.
+    /// Claims any unsent page, with the pages that are sent together with it. Returns `None` if all pages were claimed before.
     pub(crate) fn claim_any(&self) -> Option<(usize, Range<usize>)> {
         (0..self.blocks.len()).find_map(|block| {
             let mut pages = (0..self.pages(block)).step_by(self.together[block]);
@@ -120,8 +120,8 @@ impl Ledger {
         })
     }
 
-    /// Returns the next pages of the background: neighbours of requested pages, then the unsent pages of its `share`; `None` at
-    /// the end of the share.
+    /// Returns the next pages that a background thread sends. Queued neighbours of requested pages come first, then unsent
+    /// pages of `share`. Returns `None` if neither is left.
     pub(crate) fn next_of(&self, share: &mut impl Iterator<Item = Place>) -> Option<Next> {
         if let Some((block, batch)) = self.order.lock().neighbours.pop_back() {
             return Some(Next::Neighbours(block, batch));
@@ -134,7 +134,7 @@ impl Ledger {
         next.map(Next::From)
     }
 
-    /// Waits for the next request; returns `None` if there will be none.
+    /// Waits for the next request. Returns `None` once requests have ended, or the connection's lifetime has ended.
     pub(crate) fn next_request(&self) -> Option<Request> {
         let next = self
             .order
@@ -145,7 +145,7 @@ impl Ledger {
             .filter(|_| !self.life.is_stopped())
     }
 
-    /// Ends requests, and waits until the open ones are answered.
+    /// Ends requests: later requests are ignored. Waits until all earlier requests are answered.
     pub(crate) fn end_and_drain(&self) {
         self.order.change(RequestQueue::end);
         let is_drained = |order: &mut RequestQueue| order.is_drained().then_some(());
@@ -154,7 +154,7 @@ impl Ledger {
             .wait_until(None, || self.life.check_open(), is_drained);
     }
 
-    /// Waits up to `time` for the end of requests. Returns false at the timeout.
+    /// Waits, for at most `time`, until requests have ended or the lifetime is closed. Returns false at the timeout.
     pub(crate) fn wait_for_end(&self, time: Duration) -> bool {
         let until = Some(self.life.now() + time);
         let has_ended = |order: &mut RequestQueue| order.ended.then_some(());
@@ -164,7 +164,8 @@ impl Ledger {
         ended != Ok(None)
     }
 
-    /// Processes a message, read at `now`, if it is a request; `current` is the RAM block of the last request.
+    /// Records a page request, which was read at the time `now`; ignores any other message. `current` is the RAM block of the
+    /// last request: a request without a block name refers to it.
     pub(crate) fn record(
         &self,
         current: &mut Option<usize>,
@@ -189,7 +190,7 @@ impl Ledger {
             if number >= self.pages(block) {
                 break;
             }
-            // Each page is queued once, however often it is requested.
+            // A page that is requested several times is queued only once.
             let first = self.first(block, number);
             if !self.is_sent(block, first) && self.asked[block].set(first) {
                 self.order.change(|order| order.ask(block, first, now));

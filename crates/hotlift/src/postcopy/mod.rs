@@ -1,20 +1,21 @@
-//! The source of a postcopy: the destination runs the guest before it has all pages, and requests those that it needs.
+//! The source of a postcopy. The destination runs the guest before it has all pages, and requests the pages that the guest
+//! needs.
 //!
 //! | file | content |
 //! |---|---|
-//! | `request_queue` | queue of requests, their latencies, and the condition for the end |
-//! | `priority_lock` | lock that prefers an answer to the background |
-//! | `prefetch_queue` | prefetch queue of the background: neighbours of requested pages |
-//! | `ledger` | pages sent (each once, by the first thread that claims it), pages requested, and the next pages |
-//! | `output_path` | output path of a page: main, or the connection for requested pages |
-//! | `connection` | one connection: answers, the background, the end |
+//! | `request_queue` | queue of page requests, and their latencies |
+//! | `priority_lock` | lock that prefers a requested page to the background |
+//! | `prefetch_queue` | neighbours of requested pages, which the background sends first |
+//! | `ledger` | pages sent (each by the first thread that claims it), pages requested, and the next pages |
+//! | `output_path` | connection on which a page is sent: main, or the connection for requested pages |
+//! | `connection` | one connection: answers to requests, the background, the end |
 //! | `recovery` | query of the destination's pages after a lost connection |
 //!
-//! The destination can only place a huge page (hugetlbfs, more than 4 KiB) as a whole: all its 4 KiB pages are sent
-//! contiguously.
+//! A huge page (hugetlbfs, more than 4 KiB) can only be placed as a whole at the destination. So all its 4 KiB pages are sent
+//! one after another.
 //!
-//! Every page is sent at most once per connection: QEMU ends a stream that repeats one. Pages that are never sent are zero once
-//! the stream has ended.
+//! Every page is sent at most once per connection: QEMU aborts a stream that repeats a page. After the end of the stream, all
+//! pages that were not sent are zero.
 
 mod connection;
 mod ledger;
@@ -41,41 +42,41 @@ pub(crate) use crate::stream::main_channel::LARGEST_PAGE;
 /// Last byte of a stream (`QEMU_VM_EOF`).
 const EOF: u8 = 0;
 
-/// Origin of the pages.
+/// Source of the pages: a guest or a save file.
 pub(crate) trait Pages: Sync {
-    /// Reader state of one thread.
+    /// State of one thread that reads pages.
     type Reader<'p>: Reader
     where
         Self: 'p;
 
     fn reader(&self) -> Result<Self::Reader<'_>, MigrationError>;
 
-    /// Returns the next pages for the background; `None` at the end.
+    /// Returns the next pages for the background; `None` once there are no more pages.
     fn next(&self) -> Result<Option<Vec<Place>>, MigrationError>;
 
-    /// Ends every wait for pages: no thread takes more.
+    /// Ends every wait for pages. Called when the connection ends.
     fn abandon(&self) {}
 
-    /// Records a request for this page: the guest soon needs its neighbours.
+    /// Records a request for a page. The guest will soon need the neighbours of this page.
     fn record_request(&self, block: usize, page: usize) {
         let _ = (block, page);
     }
 
-    /// Returns the error of a page that cannot be read, unless the other pages must be sent anyway.
+    /// Returns the error of a page that cannot be read. Returns success if the other pages must be sent anyway.
     fn unless_damaged(&self, outcome: Result<(), MigrationError>) -> Result<(), MigrationError> {
         outcome
     }
 }
 
-/// RAM block and page.
+/// Index of a RAM block, and number of a page in this block.
 pub(crate) type Place = (usize, usize);
 
-/// Page reader of one thread.
+/// Reads pages for one thread.
 pub(crate) trait Reader {
-    /// Reads a requested page; returns `None` for a zero page.
+    /// Reads one page; returns `None` for a zero page.
     fn page(&mut self, block: usize, page: usize) -> Result<Option<&[u8]>, MigrationError>;
 
-    /// Reads a page into a batch.
+    /// Reads one page into `batch`.
     fn add(&mut self, block: usize, page: usize, batch: &mut Batch) -> Result<(), MigrationError> {
         match self.page(block, page)? {
             None => batch.add_zero(page),
@@ -84,7 +85,7 @@ pub(crate) trait Reader {
         Ok(())
     }
 
-    /// Reads all these pages into a batch.
+    /// Reads all pages in the range `pages` into `batch`.
     fn add_all(
         &mut self,
         block: usize,
@@ -94,20 +95,20 @@ pub(crate) trait Reader {
         pages.try_for_each(|page| self.add(block, page, batch))
     }
 
-    /// Reads the pages to send after a requested page that was not zero. Claims none of them.
+    /// Reads pages that the guest probably needs after a requested page with content. Does not claim them.
     fn follow(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
         let _ = batch;
         Ok(())
     }
 
-    /// Prefetches the unsent pages of `share`.
+    /// Prefetches the unsent pages of `share` from the file or memory.
     fn read_ahead(&mut self, share: &[Place], ledger: &Ledger) -> Result<(), MigrationError> {
         let _ = (share, ledger);
         Ok(())
     }
 
-    /// Reads the next background pages from this page on; returns false if there are none. No page is claimed before it can be
-    /// written.
+    /// Reads the next pages for the background, starting with `page`. Returns false if there is nothing to send. Does not claim
+    /// pages, because they may not be written at once.
     fn prepare(
         &mut self,
         block: usize,
@@ -115,14 +116,14 @@ pub(crate) trait Reader {
         ledger: &Ledger,
     ) -> Result<bool, MigrationError>;
 
-    /// Claims the prepared pages.
+    /// Claims the pages that [`Reader::prepare`] has read, and moves the claimed ones to `batch`.
     fn take(&mut self, ledger: &Ledger, batch: &mut Batch) -> Result<(), MigrationError>;
 }
 
-/// Pages of one RAM block that are sent together.
+/// Pages of one RAM block that are sent one after another.
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
-    /// Byte offsets.
+    /// Byte offsets of the zero pages in the RAM block.
     zero: Vec<u64>,
     normal: Vec<u64>,
     content: Vec<u8>,
@@ -139,7 +140,8 @@ impl Batch {
         self.zero.is_empty() && self.normal.is_empty()
     }
 
-    /// Claims its pages with content of RAM block `block`, and drops those that other threads send.
+    /// Claims the batch's pages with content, which belong to RAM block `block`. Removes the pages that other threads have
+    /// claimed.
     pub(crate) fn claim(&mut self, block: usize, ledger: &Ledger) {
         let mut kept = 0;
         for index in 0..self.normal.len() {
@@ -166,7 +168,7 @@ impl Batch {
         self.content.extend_from_slice(content);
     }
 
-    /// Replaces the batch by pages, by number, and their content; `content` receives the old buffer.
+    /// Replaces the batch's pages by the numbers `pages` and their content. Swaps buffers: `content` receives the old buffer.
     pub(crate) fn fill(&mut self, pages: impl Iterator<Item = u64>, content: &mut Vec<u8>) {
         self.clear();
         self.normal
@@ -182,7 +184,7 @@ impl Batch {
 
 #[cfg(test)]
 impl Batch {
-    /// Returns the numbers of its pages.
+    /// Returns the numbers of the batch's pages.
     pub(crate) fn pages(&self) -> impl Iterator<Item = usize> {
         let offsets = self.zero.iter().chain(&self.normal);
         offsets.map(|offset| usize::try_from(*offset).unwrap() / PAGE_SIZE)

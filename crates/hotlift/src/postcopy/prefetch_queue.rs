@@ -1,4 +1,4 @@
-//! Prefetch queue of the background: pages near requested ones, sent before all others.
+//! Queue of pages near requested pages. The background sends these pages before all others.
 
 use std::sync::Mutex;
 
@@ -7,21 +7,21 @@ use hotlift_mem::DirtyBitmap;
 use super::Place;
 use crate::lock::lock;
 
-/// Pages in a group of neighbours: 256 KiB, twice the readahead of Linux for a file.
+/// Count of pages in a group of neighbours: 256 KiB, twice the readahead of Linux for a file.
 const NEIGHBOURS: usize = 64;
 
-/// Neighbours of requested pages, each taken once.
+/// Queue of the neighbours of requested pages. Each group of neighbours is returned once.
 pub(crate) struct PrefetchQueue {
-    /// Count of pages of each RAM block.
+    /// For each RAM block, the count of pages.
     pages: Vec<usize>,
-    /// Bitmap of the groups of each RAM block in which a page was requested.
+    /// For each RAM block, the bitmap of the groups in which a page was requested.
     asked: Vec<DirtyBitmap>,
     /// First requested page of each group, the latest at the end.
     waiting: Mutex<Vec<Place>>,
 }
 
 impl PrefetchQueue {
-    /// Creates the queue for RAM blocks of these page counts.
+    /// Creates the queue for RAM blocks with these counts of pages.
     pub(crate) fn new(pages: impl Iterator<Item = usize>) -> Self {
         let pages: Vec<_> = pages.collect();
         let groups = pages.iter().map(|pages| pages.div_ceil(NEIGHBOURS));
@@ -32,14 +32,15 @@ impl PrefetchQueue {
         }
     }
 
-    /// Records a request for this page.
+    /// Records a request for a page, and queues its neighbours.
     pub(crate) fn record_request(&self, block: usize, page: usize) {
         if self.asked[block].set(page / NEIGHBOURS) {
             lock(&self.waiting).push((block, page));
         }
     }
 
-    /// Returns the neighbours of the latest requested page that is still in the queue: first those after it, then those before.
+    /// Returns the neighbours of the latest requested page in the queue: pages after it, then pages before it. Returns `None`
+    /// if the queue is empty.
     pub(crate) fn next(&self) -> Option<Vec<Place>> {
         let (block, page) = lock(&self.waiting).pop()?;
         let first = page / NEIGHBOURS * NEIGHBOURS;

@@ -1,16 +1,16 @@
-//! Priority lock of a writer: an awaited answer comes before the background.
+//! Lock with priority: a thread that sends a requested page gets the lock before background threads.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use crate::lock::lock;
 
-/// Value that one thread at a time may use.
+/// Lock around a value, with priority for urgent threads.
 pub(crate) struct PriorityLock<T> {
     it: Mutex<T>,
-    /// Count of waiting urgent threads.
+    /// Count of urgent threads that wait for the lock.
     urgent: AtomicUsize,
-    /// Signals that no urgent thread waits any more.
+    /// Signals that no urgent thread waits for the lock any more.
     passed: Condvar,
 }
 
@@ -26,12 +26,12 @@ impl<T> PriorityLock<T> {
         }
     }
 
-    /// Waits for the lock.
+    /// Waits for the lock, without regard to priority.
     pub(crate) fn take(&self) -> PriorityLockGuard<'_, T> {
         lock(&self.it)
     }
 
-    /// Takes the lock, if it is free and no urgent thread waits.
+    /// Takes the lock without waiting. Returns `None` if the lock is not free, or if an urgent thread waits.
     pub(crate) fn try_take(&self) -> Option<PriorityLockGuard<'_, T>> {
         if self.urgent.load(Ordering::Acquire) > 0 {
             return None;
@@ -43,14 +43,14 @@ impl<T> PriorityLock<T> {
         }
     }
 
-    /// Waits for the lock, after all urgent threads.
+    /// Waits until no urgent thread waits, then for the lock.
     pub(crate) fn take_after_urgent(&self) -> PriorityLockGuard<'_, T> {
         let waits = |_: &mut T| self.urgent.load(Ordering::Acquire) > 0;
         let turn = self.passed.wait_while(lock(&self.it), waits);
         turn.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for the lock, before all other threads.
+    /// Waits for the lock as an urgent thread: before threads in [`PriorityLock::take_after_urgent`].
     pub(crate) fn take_urgently(&self) -> PriorityLockGuard<'_, T> {
         self.urgent.fetch_add(1, Ordering::AcqRel);
         let turn = lock(&self.it);

@@ -1,6 +1,5 @@
-//! Source of a postcopy that resumes on another connection: it queries which pages the destination has, and lets the
-//! destination continue.
-//! [`Recovery`] decides, without I/O and without a clock; [`resume_postcopy`] reads and writes.
+//! Recovers a postcopy over another connection, as the source. The source asks which pages the destination has, and then lets
+//! the destination continue. [`Recovery`] decides, without I/O and without a clock; [`resume_postcopy`] reads and writes.
 //!
 //! ```text
 //! RECV_BITMAP  for each RAM block     ---->
@@ -23,11 +22,11 @@ use crate::life::Life;
 use crate::life::wake_fd::WakeFd;
 use crate::postcopy::Ledger;
 
-/// Time limit for all answers together: a destination that sends a byte now and then has no more time than a silent one.
+/// Time limit for all answers together. A destination that slowly sends single bytes does not get more time.
 const ANSWERS: Duration = Duration::from_secs(60);
 
-/// Resumes over `main`, and calls `ready` for the preparations before the destination continues. Returns the bytes after the
-/// answers, unprocessed.
+/// Recovers a postcopy over `main`. Calls `ready` to prepare this process before the destination continues. Returns the bytes
+/// that arrived after the answers, unprocessed.
 pub(crate) fn resume_postcopy(
     mut main: &Stream,
     ledger: &Ledger,
@@ -56,36 +55,36 @@ pub(crate) fn resume_postcopy(
     }
 }
 
-/// Next step of a source that resumes.
+/// Next step of a source that recovers a postcopy.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Send these bytes.
+    /// Send these bytes to the destination.
     Send(Vec<u8>),
-    /// Prepare what must exist before the destination continues.
+    /// Make the preparations that must be finished before the destination continues.
     Prepare,
-    /// Wait for bytes, up to this time.
+    /// Wait for bytes from the destination, for at most this time.
     Receive(Duration),
-    /// The destination continues. These bytes came after its answers.
+    /// The destination continues. The bytes arrived after its answers.
     Resumed(Vec<u8>),
 }
 
-/// A source that resumes.
+/// State machine of a source that recovers a postcopy.
 pub(crate) struct Recovery<'l> {
     ledger: &'l Ledger,
-    /// Index of the RAM block whose bitmap is requested; after the last block, RESUME is sent.
+    /// Index of the RAM block whose bitmap is requested. After the last block, RESUME is sent.
     block: usize,
     is_prepared: bool,
-    /// True if the request is sent, and its answer awaited.
+    /// True if the current request was sent, and its answer has not arrived.
     is_sent: bool,
-    /// Bytes read and not processed.
+    /// Bytes from the destination that are not processed yet.
     pending: Vec<u8>,
-    /// Last early request with a RAM block's name: requests after it may refer to the same block.
+    /// Last skipped page request with a RAM block's name. Later requests without a name refer to the same block.
     early: Vec<u8>,
     until: Instant,
 }
 
 impl<'l> Recovery<'l> {
-    /// Starts with the first bitmap; `ledger` receives the destination's pages.
+    /// Starts the recovery at the first RAM block. Pages that the destination has are recorded in `ledger`.
     pub(crate) fn new(ledger: &'l Ledger, now: Instant) -> Self {
         Self {
             ledger,
@@ -98,15 +97,15 @@ impl<'l> Recovery<'l> {
         }
     }
 
-    /// Appends bytes from the destination.
+    /// Adds bytes received from the destination.
     pub(crate) fn receive(&mut self, bytes: &[u8]) {
         self.pending.extend_from_slice(bytes);
     }
 
-    /// Returns the next step.
+    /// Returns the next step for the time `now`.
     ///
     /// # Errors
-    /// [`MigrationError::Wire`] for an invalid answer; [`MigrationError::Timeout`].
+    /// [`MigrationError::Wire`] for an invalid answer; [`MigrationError::Timeout`] after [`ANSWERS`].
     pub(crate) fn next(&mut self, now: Instant) -> Result<Step, MigrationError> {
         let ledger = self.ledger;
         loop {
@@ -150,8 +149,8 @@ impl<'l> Recovery<'l> {
         }
     }
 
-    /// Skips page requests from a thread that has not noticed the interruption: the destination repeats all open requests once
-    /// it continues.
+    /// Skips page requests that arrive before the answer. They come from a thread of the destination that has not noticed the
+    /// interruption. The destination repeats all open requests once it continues.
     fn skip_requests(&mut self) {
         loop {
             let length = match ReturnMessage::decode(&self.pending) {
@@ -166,7 +165,7 @@ impl<'l> Recovery<'l> {
         }
     }
 
-    /// Takes an answer, once it is complete.
+    /// Takes an answer from the received bytes; returns `None` if the answer is incomplete.
     fn take<T>(
         &mut self,
         decode: impl Fn(&[u8]) -> Result<(T, usize), WireError>,

@@ -1,5 +1,5 @@
-//! Queue of requests, the pages read with them, and the condition for the end. [`RequestQueue`] and [`ReaderWait`] decide,
-//! without I/O and without a clock.
+//! Queue of page requests, with neighbours that were read together with a requested page. [`RequestQueue`] and [`ReaderWait`]
+//! decide, without I/O and without a clock.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -8,11 +8,11 @@ use super::Batch;
 use crate::error::MigrationError;
 use crate::figures::LatestTimes;
 
-/// Maximum count of batches of neighbours that wait to be written: 1 MiB with a save file, whose blocks have 32 KiB.
+/// Maximum count of batches of neighbours that wait to be written. With a save file, whose blocks have 32 KiB, this is 1 MiB.
 const MAX_QUEUED_NEIGHBOURS: usize = 32;
 
-/// Longest time from the last page until the destination reports that it has all: data in sockets and relays may have to pass a
-/// slow link.
+/// Maximum time from the last page until the destination reports that it has all pages. Data in sockets and relays may have to
+/// pass a slow link.
 pub(super) const FINAL_STATEMENT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Request for a page.
@@ -21,46 +21,49 @@ pub(crate) struct Request {
     /// Index of the RAM block.
     pub block: usize,
     pub page: usize,
-    /// Time at which the request was read.
+    /// Time at which the request was received.
     pub since: Instant,
 }
 
-/// Requested pages, first come, first served, and their neighbours.
+/// Queue of page requests, first in, first out, and of neighbours of requested pages.
 #[derive(Debug, Default)]
 pub(crate) struct RequestQueue {
     waiting: VecDeque<Request>,
     /// True while a request is being answered.
     under_way: bool,
-    /// No further request is added.
+    /// True once requests have ended: later requests are ignored.
     pub(super) ended: bool,
-    /// Neighbours of requested pages, with their RAM block. The background reads dropped ones again.
+    /// Neighbours of requested pages: index of the RAM block, and the pages. If the queue is full, the oldest are dropped; the
+    /// background reads dropped pages again.
     pub(super) neighbours: VecDeque<(usize, Batch)>,
-    /// Requests that were answered with a page.
+    /// Count of requests that were answered with a page.
     pub(crate) served: u64,
     latencies: LatestTimes,
 }
 
 impl RequestQueue {
-    /// Adds a request that was read at `since`, unless requests have ended and the answering thread may be gone.
+    /// Adds a request that was received at the time `since`. Ignores it if requests have ended, because the answering thread
+    /// may have ended.
     pub(super) fn ask(&mut self, block: usize, page: usize, since: Instant) {
         if !self.ended {
             self.waiting.push_back(Request { block, page, since });
         }
     }
 
-    /// Takes the next request; returns `Some(None)` if there will be none.
+    /// Takes the next request. Returns `None` if the queue is empty, and `Some(None)` once requests have ended.
     pub(super) fn next(&mut self) -> Option<Option<Request>> {
         let next = self.waiting.pop_front();
         self.under_way |= next.is_some();
         (next.is_some() || self.ended).then_some(next)
     }
 
-    /// Returns true if a request waits after the one that is being answered.
+    /// Returns true if another request waits while one is being answered.
     pub(crate) fn is_waiting(&self) -> bool {
         !self.waiting.is_empty()
     }
 
-    /// Records that the last request taken is done: its page was sent at time `sent`, or was already being sent.
+    /// Records that the last taken request is done. `sent` is the time at which its page was sent. `None` means that no page
+    /// was sent for it: another thread has sent the page, or it cannot be read.
     pub(crate) fn done(&mut self, request: &Request, sent: Option<Instant>) {
         self.under_way = false;
         if let Some(sent) = sent {
@@ -70,8 +73,8 @@ impl RequestQueue {
         }
     }
 
-    /// Stores neighbours of a requested page of RAM block `block` for the background. They stay unclaimed, so that no request
-    /// waits for them.
+    /// Queues neighbours of a requested page for the background. `block` is the index of their RAM block. The caller must not
+    /// claim them: a request for a claimed page would have to wait for the background.
     pub(crate) fn queue_neighbours(&mut self, block: usize, batch: Batch) {
         if self.neighbours.len() == MAX_QUEUED_NEIGHBOURS {
             self.neighbours.pop_front();
@@ -79,7 +82,7 @@ impl RequestQueue {
         self.neighbours.push_back((block, batch));
     }
 
-    /// Ends the queue: no further request is added.
+    /// Ends requests: later requests are ignored.
     pub(crate) fn end(&mut self) {
         self.ended = true;
     }
@@ -89,23 +92,23 @@ impl RequestQueue {
         !self.under_way && self.waiting.is_empty()
     }
 
-    /// Returns the median, the 99th percentile, and the maximum, in microseconds; 0 without requests.
+    /// Returns the median, the 99th percentile, and the maximum of the latencies, in microseconds. All are 0 without requests.
     pub(crate) fn latencies(&self) -> [f64; 3] {
         self.latencies.percentiles()
     }
 }
 
-/// Wait for a destination to read a page. The kernel does not report when a socket's send queue becomes empty, so the queue is
-/// sampled, at intervals that double.
+/// Timer of the wait until a destination has read a page. The kernel does not report when a socket's send queue becomes empty.
+/// So the queue is sampled, and the interval between samples doubles each time.
 pub(super) struct ReaderWait {
     until: Instant,
     interval: Duration,
 }
 
 impl ReaderWait {
-    /// First interval: a QEMU that waits for a page reads it within a few of them.
+    /// First interval. A QEMU that waits for a page reads it within a few milliseconds.
     const FIRST: Duration = Duration::from_millis(1);
-    /// Longest interval; it is short compared to the end of a migration.
+    /// Maximum interval. It is short compared with the end of a migration.
     const LAST: Duration = Duration::from_millis(100);
 
     pub(super) fn new(now: Instant) -> Self {
@@ -115,10 +118,10 @@ impl ReaderWait {
         }
     }
 
-    /// Returns the time of the next sample, after one at `now` that shows an unread page.
+    /// Returns the time of the next sample. Called after a sample at the time `now` that shows an unread page.
     ///
     /// # Errors
-    /// [`MigrationError::Timeout`].
+    /// [`MigrationError::Timeout`] after [`FINAL_STATEMENT_TIMEOUT`].
     pub(super) fn next(&mut self, now: Instant) -> Result<Instant, MigrationError> {
         if now >= self.until {
             return Err(MigrationError::Timeout {
