@@ -1,8 +1,9 @@
 //! Capability `auto-converge`: throttles the guest while it dirties pages faster than they are sent.
 //!
-//! The rule and its numbers are QEMU's. Dirty log syncs are combined into periods of at least a second. A period counts against
-//! the guest if it dirtied more than `throttle-trigger-threshold` percent of the bytes sent. At the second such period it loses
-//! `cpu-throttle-initial` percent of its time, then `cpu-throttle-increment` more each time, up to `max-cpu-throttle`.
+//! The rule and its numbers are QEMU's. Dirty log syncs are combined into periods of at least one second. In a fast period, the
+//! guest dirties more than `throttle-trigger-threshold` percent of the bytes sent. After two fast periods the guest loses
+//! `cpu-throttle-initial` percent of its CPU time. After each further two it loses `cpu-throttle-increment` percent more, up to
+//! `max-cpu-throttle`.
 
 use std::time::{Duration, Instant};
 
@@ -11,34 +12,34 @@ use hotlift_mem::PAGE_SIZE;
 use crate::figures::to_f64;
 use crate::options::AutoConvergeOptions;
 
-/// Shortest period; within less time the last change has no visible effect.
+/// Minimum length of a period. In a shorter period, the last change of the throttling would have no visible effect.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Count of periods against the guest before it is throttled (more).
+/// Count of fast periods before the throttling is increased.
 const PERIODS_BEFORE_THROTTLING: u32 = 2;
 
-/// Throttles a guest, and releases it on drop.
+/// Throttles a guest. Ends the throttling when dropped.
 pub(crate) struct AutoConverge<'a> {
-    /// [`Guest::throttle`](crate::guest::Guest::throttle) of the guest.
+    /// Calls [`Guest::throttle`](crate::guest::Guest::throttle) of the guest.
     throttle: Box<dyn Fn(u8) -> bool + 'a>,
     period: Period,
-    /// Count of periods against the guest.
+    /// Count of fast periods since the last increase of the throttling.
     too_fast: u32,
     percent: u8,
     highest: u8,
     refused: bool,
 }
 
-/// Activity since the last decision.
+/// Activity in the current period.
 struct Period {
     since: Instant,
     dirtied_pages: u64,
-    /// Bytes sent before the period.
+    /// Total count of bytes sent before the period.
     sent_before: u64,
 }
 
 impl<'a> AutoConverge<'a> {
-    /// Starts at `now`, when nothing has been sent.
+    /// Starts the first period at the time `now`, when nothing has been sent.
     pub(crate) fn new(throttle: impl Fn(u8) -> bool + 'a, now: Instant) -> Self {
         Self {
             throttle: Box::new(throttle),
@@ -54,7 +55,8 @@ impl<'a> AutoConverge<'a> {
         }
     }
 
-    /// Processes a dirty log sync: `dirtied_pages` since the last one, and `sent_bytes` in total.
+    /// Processes a dirty log sync, and increases the throttling if necessary. `dirtied_pages` counts since the last sync,
+    /// `sent_bytes` since the start.
     pub(crate) fn synced(
         &mut self,
         dirtied_pages: u64,
@@ -96,7 +98,7 @@ impl<'a> AutoConverge<'a> {
         }
     }
 
-    /// Ends the throttling.
+    /// Ends the throttling of the guest.
     pub(crate) fn release(&mut self) {
         if self.percent > 0 {
             (self.throttle)(0);
@@ -104,17 +106,17 @@ impl<'a> AutoConverge<'a> {
         }
     }
 
-    /// Returns the current throttling in percent.
+    /// Returns the current throttling: percentage of the vCPUs' time.
     pub(crate) fn percent(&self) -> u8 {
         self.percent
     }
 
-    /// Returns the highest throttling so far.
+    /// Returns the highest throttling so far: percentage of the vCPUs' time.
     pub(crate) fn highest(&self) -> u8 {
         self.highest
     }
 
-    /// Returns true if the guest had to be throttled and cannot be.
+    /// Returns true if the guest should be throttled, but does not support it.
     pub(crate) fn is_refused(&self) -> bool {
         self.refused
     }
@@ -126,15 +128,15 @@ impl Drop for AutoConverge<'_> {
     }
 }
 
-/// Returns the next throttling of a guest that is throttled by `percent` and still dirties too much. `allowed`, below 1, is the
-/// acceptable share of what it dirties.
+/// Returns the next throttling in percent. The guest is throttled by `percent`, and still dirties too many pages. `allowed` is
+/// the acceptable fraction of these pages, below 1.
 fn next(percent: u8, allowed: f64, options: &AutoConvergeOptions) -> u8 {
     let wanted = match percent {
         0 => options.initial,
         _ => percent.saturating_add(match options.tailslow {
             false => options.increment,
             true => {
-                // Assumes that the guest dirties in proportion to its time.
+                // Assumes that the guest dirties pages in proportion to its CPU time.
                 let has = 100 - percent.min(100);
                 let may_keep = f64::from(has) * allowed;
                 let keeps = (1..=has).filter(|kept| f64::from(*kept) <= may_keep).max();
@@ -159,7 +161,8 @@ mod tests {
         }
     }
 
-    /// Returns the throttling requests for periods in which the guest dirties these page counts while 100 are sent.
+    /// Returns the throttling calls in periods where the guest dirties these counts of pages while 100 pages are sent. `can` is
+    /// false if the guest cannot be throttled.
     fn asked(dirtied: &[u64], can: bool, options: &AutoConvergeOptions) -> (Vec<u8>, u8, bool) {
         let percents = RefCell::default();
         let guest = |percent| {

@@ -1,8 +1,8 @@
-//! Estimated time to send the remaining pages, which `ops/migrate` compares with the downtime limit.
+//! Estimates the time to send the remaining pages, which `ops/migrate` compares with the downtime limit.
 //!
-//! The rest is counted in pages, not in bytes on the wire: with a page compression method, the bytes of a page do not determine
-//! its time. A round with content pages gives the time of such a page. Zero pages are cheaper and rare among the dirty pages of
-//! an active guest, so they do not count towards the rate.
+//! Remaining data is counted in pages, not in bytes on the wire. With page compression, a page's size on the wire does not
+//! determine the time to send it. The time for one page is measured in rounds that contain pages with content. Zero pages take
+//! less time, and are rare among the dirty pages of an active guest. So they do not count.
 
 use std::time::Duration;
 
@@ -10,28 +10,28 @@ use hotlift_mem::PAGE_SIZE;
 
 use crate::figures::{Counts, to_f64};
 
-/// Shortest round that is measured: in less, thread wake-ups dominate.
+/// Minimum duration of a round that is measured. In shorter rounds, the wake-up of threads takes most of the time.
 const SHORTEST_SAMPLE: Duration = Duration::from_millis(5);
 
-/// Count of rounds without a shrinking remainder before the operator is informed.
+/// Count of rounds without progress after which the operator is informed.
 const STALLED_ROUNDS: u32 = 3;
 
-/// A round makes progress if it leaves less than this share of the remainder.
+/// Maximum count of remaining pages after a round with progress, as a fraction of the remaining pages before it.
 const PROGRESS_SHARE: f64 = 0.9;
 
-/// Estimator of a migration's rates, updated each round.
+/// Estimates the time to send pages, from the measurements of each round.
 #[derive(Debug, Default)]
 pub(crate) struct Estimator {
     seconds_per_page: Option<f64>,
     dirty_pages_per_second: f64,
     previous_pending: Option<u64>,
     stalled_rounds: u32,
-    /// Assumed bytes per second instead of the measured rate.
+    /// Assumed bandwidth in bytes per second, in place of the measured rate; `None` to use the measured rate.
     switchover_bandwidth: Option<u64>,
 }
 
 impl Estimator {
-    /// Records a finished round.
+    /// Records a finished round, to measure the time for a page. `took` is the duration of the round.
     pub(crate) fn round_done(&mut self, counts: Counts, took: Duration) {
         if took < SHORTEST_SAMPLE && self.seconds_per_page.is_some() {
             return;
@@ -45,7 +45,8 @@ impl Estimator {
         }
     }
 
-    /// Records a dirty log sync: `pending` pages are dirty, `newly_dirty` of them since the sync `since` ago.
+    /// Records a dirty log sync. `pending` is the count of dirty pages. `newly_dirty` is the count of pages that became dirty
+    /// in the time `since` the last sync.
     pub(crate) fn synced(&mut self, pending: u64, newly_dirty: u64, since: Duration) {
         if since > Duration::ZERO {
             self.dirty_pages_per_second = to_f64(newly_dirty) / since.as_secs_f64();
@@ -57,13 +58,14 @@ impl Estimator {
         self.previous_pending = Some(pending);
     }
 
-    /// Assumes this rate from now on (`avail-switchover-bandwidth`); 0: the measured rate. With an assumed rate a page counts
-    /// with all its bytes, as in QEMU.
+    /// Sets the assumed bandwidth (`avail-switchover-bandwidth`); 0 selects the measured rate. With an assumed bandwidth, each
+    /// page counts with its uncompressed size, as in QEMU.
     pub(crate) fn assume(&mut self, bytes_per_second: u64) {
         self.switchover_bandwidth = Some(bytes_per_second).filter(|bandwidth| *bandwidth > 0);
     }
 
-    /// Returns the time to send `pages` dirty pages; `None` before the first round.
+    /// Returns the estimated time to send `pages` dirty pages. Returns `None` if no round was measured and no bandwidth is
+    /// assumed.
     pub(crate) fn time_for(&self, pages: u64) -> Option<Duration> {
         if pages == 0 {
             return Some(Duration::ZERO);
@@ -76,18 +78,19 @@ impl Estimator {
             })
     }
 
-    /// Returns the time to send the pages that were dirty at the last sync; `None` before it.
+    /// Returns the estimated time to send the pages that were dirty at the last sync. Returns `None` before the first sync, and
+    /// while no rate is known.
     pub(crate) fn expected_downtime(&self) -> Option<Duration> {
         self.previous_pending
             .and_then(|pending| self.time_for(pending))
     }
 
-    /// Returns the pages that the guest dirties per second, from the last two syncs.
+    /// Returns the count of pages that the guest dirties per second, measured between the last two syncs.
     pub(crate) fn dirty_pages_per_second(&self) -> f64 {
         self.dirty_pages_per_second
     }
 
-    /// Returns true if the remainder has not shrunk for some rounds.
+    /// Returns true if the last [`STALLED_ROUNDS`] rounds made no progress.
     pub(crate) fn is_stalled(&self) -> bool {
         self.stalled_rounds >= STALLED_ROUNDS
     }

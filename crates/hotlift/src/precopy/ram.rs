@@ -1,7 +1,8 @@
-//! The source's view of guest RAM: pages to send, and their distribution to threads.
+//! Pages of guest RAM that the source must send, and their distribution to threads.
 //!
-//! Channel threads take chunks of RAM from a shared cursor, and scan, clear, test and send them independently. A single thread
-//! that distributes pages, as in QEMU's migration thread, limits a fast migration long before memory does.
+//! Channel threads take chunks of RAM from a shared cursor. Each thread finds the dirty pages of its chunk, clears the dirty
+//! log, detects zero pages, and sends the pages. In QEMU one thread distributes the pages; it limits a fast migration long
+//! before memory bandwidth does.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -11,8 +12,8 @@ use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use crate::error::MigrationError;
 use crate::guest::Guest;
 
-/// Count of pages in a chunk: 4 MiB. Large enough that taking one costs nothing. Small enough that the last chunk of a round
-/// delays a channel by only some milliseconds of compression. A multiple of 64, as required to clear KVM's log.
+/// Count of pages in a chunk: 4 MiB. Large enough that the cursor costs nothing. Small enough that the last chunk of a round
+/// delays a channel by only some milliseconds of compression. A multiple of 64, as KVM requires to clear its log.
 const CHUNK_PAGES: usize = 1024;
 
 /// Contiguous pages that one thread processes.
@@ -20,31 +21,31 @@ const CHUNK_PAGES: usize = 1024;
 pub(crate) struct Chunk {
     /// Index of the RAM block.
     pub block: usize,
-    /// First page; a multiple of 64.
+    /// Number of the chunk's first page; a multiple of 64.
     pub first_page: usize,
-    /// Number of pages, at least 1.
+    /// Count of pages, at least 1.
     pub pages: usize,
 }
 
-/// Dirty pages of all RAM blocks and the cursor over them.
+/// Dirty pages of all RAM blocks, and the cursor over the chunks of RAM.
 pub(crate) struct RamState<'a> {
     guest: &'a dyn Guest,
     dirty: Vec<DirtyBitmap>,
     chunks: Vec<Chunk>,
     /// Index of the next chunk to take.
     next: AtomicUsize,
-    /// Chunks below this index may be taken; the migration thread raises it after its search for zero pages (`legacy`
-    /// detection).
+    /// Chunks below this index may be taken. With `legacy` zero page detection, the migration thread raises it after it has
+    /// searched a chunk.
     released: Mutex<usize>,
     more_released: Condvar,
-    /// True until the first round is over: pages may never have been touched.
+    /// True until the first round is over. In the first round, many pages were never touched by the guest.
     first_round: AtomicBool,
-    /// Count of reads of the dirty log.
+    /// Count of dirty log syncs, including the start of the log.
     syncs: AtomicU64,
 }
 
 impl<'a> RamState<'a> {
-    /// Creates the state with all pages of all blocks to be sent.
+    /// Creates the state in which all pages of all RAM blocks are dirty.
     pub(crate) fn new(guest: &'a dyn Guest) -> Self {
         let dirty: Vec<_> = guest
             .ram()
@@ -81,29 +82,29 @@ impl<'a> RamState<'a> {
         }
     }
 
-    /// Returns the bytes of all blocks.
+    /// Returns the total size of all RAM blocks in bytes.
     pub(crate) fn total_bytes(&self) -> u64 {
         self.guest.ram().iter().map(|ram| ram.len() as u64).sum()
     }
 
-    /// Returns the count of pages to send.
+    /// Returns the count of dirty pages, which must be sent.
     pub(crate) fn pending(&self) -> u64 {
         self.dirty.iter().map(DirtyBitmap::count).sum()
     }
 
-    /// Starts the dirty log. This counts as its first read: every page is dirty.
+    /// Starts the guest's dirty log. Counts as the first dirty log sync, because every page is dirty at the start.
     pub(crate) fn start_log(&self) -> Result<(), MigrationError> {
         self.guest.start_dirty_log()?;
         self.syncs.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Returns the count of reads of the dirty log.
+    /// Returns the count of dirty log syncs, including the start of the log.
     pub(crate) fn syncs(&self) -> u64 {
         self.syncs.load(Ordering::Relaxed)
     }
 
-    /// Fetches the dirty log of all blocks, and returns the count of added pages.
+    /// Fetches the dirty log of all RAM blocks. Returns the count of pages that became dirty.
     pub(crate) fn sync(&self) -> Result<u64, MigrationError> {
         self.syncs.fetch_add(1, Ordering::Relaxed);
         let mut newly_dirty = 0;
@@ -113,34 +114,34 @@ impl<'a> RamState<'a> {
         Ok(newly_dirty)
     }
 
-    /// Starts a round over all chunks. With `hold`, none may be taken before its release.
+    /// Starts a round over all chunks. With `hold`, a chunk can be taken only after [`RamState::release`].
     pub(crate) fn start_round(&self, hold: bool) {
         *self.lock_released() = if hold { 0 } else { self.chunks.len() };
         self.next.store(0, Ordering::Release);
     }
 
-    /// Ends a round whose chunks have all been processed.
+    /// Ends a round. All of its chunks must have been processed.
     pub(crate) fn end_round(&self) {
         self.first_round.store(false, Ordering::Release);
     }
 
-    /// Returns all chunks in order, for the thread that releases them.
+    /// Returns all chunks in order. The thread that releases chunks needs them.
     pub(crate) fn chunks(&self) -> &[Chunk] {
         &self.chunks
     }
 
-    /// Releases all chunks.
+    /// Allows threads to take all chunks.
     pub(crate) fn release_all(&self) {
         self.release(self.chunks.len());
     }
 
-    /// Releases the first `count` chunks.
+    /// Allows threads to take the first `count` chunks.
     pub(crate) fn release(&self, count: usize) {
         *self.lock_released() = count;
         self.more_released.notify_all();
     }
 
-    /// Takes the next chunk after its release; returns `None` at the end of the round.
+    /// Takes the next chunk; waits until it is released. Returns `None` if all chunks of the round were taken.
     pub(crate) fn take(&self) -> Option<Chunk> {
         let index = self.next.fetch_add(1, Ordering::AcqRel);
         let chunk = *self.chunks.get(index)?;
@@ -156,8 +157,9 @@ impl<'a> RamState<'a> {
         self.released.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Fetches the dirty bits of `chunk` into `words`, and re-arms the guest's log for them. `words` has one bit per page, the
-    /// first page in bit 0 of the first word. Returns true if any bit was set. Only after this may its pages be read.
+    /// Moves the dirty bits of `chunk` to `words`, and clears the guest's dirty log for `chunk`. Pages must be read only after
+    /// this call, so that later writes become visible. `words` has one bit per page, the first page in bit 0 of the first word.
+    /// Returns true if any bit was set.
     pub(crate) fn fetch_and_clear(
         &self,
         chunk: Chunk,
@@ -171,7 +173,8 @@ impl<'a> RamState<'a> {
         Ok(any)
     }
 
-    /// Fetches the dirty bits of a chunk whose log was already re-armed in this round.
+    /// Moves the dirty bits of `chunk` to `words`. Does not clear the guest's dirty log, which was already cleared in this
+    /// round. Returns true if any bit was set.
     pub(crate) fn fetch(&self, chunk: Chunk, words: &mut Vec<u64>) -> bool {
         let bitmap = &self.dirty[chunk.block];
         let first_word = chunk.first_page / 64;
@@ -182,7 +185,7 @@ impl<'a> RamState<'a> {
         words.iter().any(|word| *word != 0)
     }
 
-    /// Marks a fetched page as dirty again.
+    /// Marks a page as dirty again, after its dirty bit was fetched.
     pub(crate) fn put_back(&self, block: usize, page: usize) {
         self.dirty[block].set(page);
     }
