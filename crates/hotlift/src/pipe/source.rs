@@ -3,7 +3,7 @@
 //! | file | source |
 //! |---|---|
 //! | `stream_source/receive` | the multifd channels of a stream, each with a thread |
-//! | `guest_sink/source` | multifd channels too, for a guest of this process as the destination; writes pages into guest memory |
+//! | `guest_sink/source` | the multifd channels of a stream; writes pages into the memory of a guest of this process |
 //! | `file/source` | a file; pages can be read in any order |
 //! | `guest_source` | the guest of this process; its threads send pages directly |
 //!

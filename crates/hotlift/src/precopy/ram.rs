@@ -190,17 +190,17 @@ impl<'a> RamState<'a> {
         self.dirty[block].set(page);
     }
 
-    /// Returns true if a page must still be sent.
+    /// Returns true if a page is dirty, which means that it must be sent.
     pub(crate) fn is_dirty(&self, block: usize, page: usize) -> bool {
         self.dirty[block].test(page)
     }
 
-    /// Clears the dirty bit of a page, which then is not sent.
+    /// Clears the dirty bit of a page, so that the page is not sent.
     pub(crate) fn settle(&self, block: usize, page: usize) {
         self.dirty[block].clear_range(page, 1);
     }
 
-    /// Returns byte offset and length of each range of pages to send in a RAM block.
+    /// Returns the ranges of dirty pages in a RAM block: byte offset and length in bytes.
     pub(crate) fn dirty_ranges(&self, block: usize) -> Vec<(u64, u64)> {
         let page_size = PAGE_SIZE as u64;
         let mut ranges: Vec<(u64, u64)> = Vec::new();
@@ -215,8 +215,8 @@ impl<'a> RamState<'a> {
         ranges
     }
 
-    /// Asks the kernel which pages of a fetched `chunk` were never touched, as bits in `words`. All bits are 0 if the kernel
-    /// cannot answer, and after the first round, where every dirty page was written.
+    /// Sets in `words` the bits of pages of `chunk` that the guest has never touched, as the kernel reports. All bits are 0 if
+    /// the kernel cannot report this. All bits are also 0 after the first round, because every dirty page was written.
     pub(crate) fn untouched(&self, chunk: Chunk, words: &mut Vec<u64>) {
         words.clear();
         words.resize(chunk.pages.div_ceil(64), 0);
@@ -232,7 +232,7 @@ impl<'a> RamState<'a> {
     }
 }
 
-/// Iterates over the byte offsets, within their block, of the pages whose bits are set in the words of `chunk`.
+/// Iterates over the pages of `chunk` whose bits are set in `words`: index in the chunk, and byte offset in the RAM block.
 pub(crate) fn offsets(chunk: Chunk, words: &[u64]) -> impl Iterator<Item = (usize, usize)> + '_ {
     words.iter().enumerate().flat_map(move |(index, word)| {
         let mut rest = *word;
