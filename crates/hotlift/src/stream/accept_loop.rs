@@ -1,7 +1,7 @@
-//! Classifies the connections to a Hotlift listener: channels of a migration, outcome queries, unknown clients.
+//! Accepts and classifies the connections to a Hotlift listener: channels of a migration, outcome queries, unknown clients.
 //!
-//! An unknown client costs nothing: a limited number of connections is pending ([`hotlift_net::admission::limits`]), each for a
-//! limited time. Those that belong to no migration are dropped and counted, whatever they send.
+//! Unknown clients cannot exhaust resources: a limited number of connections is pending ([`hotlift_net::admission::limits`]),
+//! each for a limited time. A connection that belongs to no migration is dropped and counted.
 
 use std::io::{self, Read, Write};
 use std::sync::Arc;
@@ -25,37 +25,37 @@ use crate::life::wake_fd::WakeFd;
 use crate::stream::rejections::Rejections;
 use crate::tls::Tls;
 
-/// Timeout of the answer to a query, while the socket buffer is full.
+/// Time limit to send the answer to a query, if the socket buffer is full.
 const ANSWERING: Duration = Duration::from_secs(1);
 
-/// The migration that queries are about.
+/// The migration that outcome queries refer to.
 pub(crate) struct QuerySubject<'a> {
     pub id: MigrationId,
     pub destination_handover: &'a DestinationHandover,
-    /// Aborts the migration after the answer "never", which is final.
+    /// Aborts the migration. Called with the answer "never", which promises that the guest will not run here.
     pub refuse: &'a (dyn Fn() + Sync),
 }
 
-/// Accepts connections and classifies them.
+/// Accepts connections and classifies them by their first bytes.
 pub(crate) struct AcceptLoop<'a> {
     admission: Admission<'a, Admitted>,
     rejections: Rejections,
     life: Life,
     wake_fd: WakeFd,
-    /// Token that each connection must begin with, if a conversation has announced the migration.
+    /// Token that each connection must begin with. Set if a conversation has announced the migration.
     pass: Option<ConnectionToken>,
-    /// Peers that received an outcome and have not confirmed it yet.
+    /// Connections of peers that have received an outcome, but have not confirmed it yet.
     unconfirmed: PendingConnections<Stream>,
-    /// Connections of a later migration.
+    /// Connections that belong to a later migration.
     others: Vec<Admitted>,
 }
 
 impl<'a> AcceptLoop<'a> {
-    /// Creates the classifier for connections of `listener` (with TLS if `tls` is given), which have `timeout` to identify
-    /// themselves. Changes of `life` end its waits.
+    /// Creates the accept loop for `listener`. With `tls`, connections use TLS. A connection must identify itself within
+    /// `timeout`. Changes of `life` end the waits.
     ///
     /// # Errors
-    /// The system cannot create a descriptor.
+    /// The system's error if it cannot create a descriptor.
     pub(crate) fn new(
         listener: &'a Listener,
         tls: Option<Arc<Tls>>,
@@ -85,17 +85,18 @@ impl<'a> AcceptLoop<'a> {
         self.life.now()
     }
 
-    /// Returns true if a connection was accepted within `time` and has not identified itself yet.
+    /// Returns true if a pending connection was accepted less than `time` ago.
     pub(crate) fn has_unidentified(&self, time: Duration) -> bool {
         let now = self.life.now();
         let mut since = self.admission.since();
         since.any(|since| now.saturating_duration_since(since) < time)
     }
 
-    /// Returns an accepted connection, whatever its first bytes; `None` if there is none within `wait`.
+    /// Returns an accepted connection, without regard to its first bytes. Returns `None` if there is none after one wait of up
+    /// to `wait`.
     ///
     /// # Errors
-    /// The system's error of the wait or the accept.
+    /// The system's error if it cannot wait or accept.
     pub(crate) fn take_any(&mut self, wait: Duration) -> io::Result<Option<Stream>> {
         self.drop_late();
         if let Some(one) = self.take_first(|_| true) {
@@ -110,21 +111,22 @@ impl<'a> AcceptLoop<'a> {
             self.poll(number, None, &mut Vec::new());
             let one = self.admission.room.get(number);
             if one.is_some_and(|one| one.has_passed) {
-                // The caller reads its next bytes.
+                // The caller reads the next bytes of this connection.
                 break;
             }
         }
         Ok(self.take_first(|_| true).map(|one| one.stream))
     }
 
-    /// Takes the first connection that fits and has shown the token, if one is required.
+    /// Takes the first pending connection for which `fits` is true. If a token is required, the connection must have sent it.
+    /// Returns `None` if there is no such connection.
     fn take_first(&mut self, fits: impl Fn(&Stream) -> bool) -> Option<Admitted> {
         let is_it = |one: &Admitted, _| one.has_passed && fits(&one.stream);
         let first = self.admission.room.take_first(is_it);
         first.map(|(one, _)| one)
     }
 
-    /// Takes an accepted connection of `host` that has sent nothing.
+    /// Takes an accepted connection from `host` on which nothing was sent. Returns `None` if there is none.
     pub(crate) fn take_silent(&mut self, host: &Host) -> Option<Stream> {
         let is_silent = |stream: &Stream| {
             let has_sent_nothing = matches!(stream.peek(&mut [0]), Ok(None));
@@ -133,11 +135,12 @@ impl<'a> AcceptLoop<'a> {
         self.take_first(is_silent).map(|one| one.stream)
     }
 
-    /// Waits up to `wait` for an event here or on `watched` (for `flags`), or for a change of the lifetime; answers queries
-    /// from `asked`. Returns the arrivals, and true if `watched` had an event.
+    /// Waits, for at most `wait`, for an event on the listener, on a pending connection or on `watched`, or for a change of the
+    /// lifetime. Answers queries about the migration `asked`. Returns the classified connections, and true if `watched` had an
+    /// event. Each entry of `watched` has the poll flags of its event.
     ///
     /// # Errors
-    /// The system's error of the wait.
+    /// The system's error if it cannot wait.
     pub(crate) fn step(
         &mut self,
         wait: Duration,
@@ -153,7 +156,7 @@ impl<'a> AcceptLoop<'a> {
             self.receive(number, asked);
         }
         let mut arrivals = Vec::new();
-        // In the order of arrival: the first connection of a migration determines the host of the others.
+        // In the order of arrival, because the first connection of a migration determines the host of all later connections.
         while let Some(number) = self.admission.room.next_ready() {
             self.poll(number, asked, &mut arrivals);
         }
@@ -161,7 +164,8 @@ impl<'a> AcceptLoop<'a> {
         Ok((arrivals, on_watched))
     }
 
-    /// Waits up to `wait` for an event here or on `watched`; returns true if `watched` had one.
+    /// Waits, for at most `wait`, for an event on the listener, on a pending connection or on `watched`. Returns true if
+    /// `watched` had an event.
     fn wait<'w>(&'w self, mut watched: Vec<PollFd<'w>>, wait: Duration) -> io::Result<bool> {
         let count = watched.len();
         let now = self.life.now();
@@ -178,7 +182,7 @@ impl<'a> AcceptLoop<'a> {
         Ok(watched.any(|fd| !fd.revents().is_empty()))
     }
 
-    /// Admits connections whose handshake is complete.
+    /// Accepts new connections, and admits connections whose TLS handshake is complete.
     fn accept(&mut self) -> io::Result<()> {
         let needs_pass = self.pass.is_some();
         let enter = |mut one: Admitted| {
@@ -194,7 +198,7 @@ impl<'a> AcceptLoop<'a> {
         Ok(())
     }
 
-    /// Drops connections that were silent for too long.
+    /// Drops connections that have not identified themselves in time.
     fn drop_late(&mut self) {
         let now = self.life.now();
         while self.admission.room.take_late(now).is_some() {
@@ -204,7 +208,7 @@ impl<'a> AcceptLoop<'a> {
         while self.unconfirmed.take_late(now).is_some() {}
     }
 
-    /// Examines the first bytes of a connection.
+    /// Classifies a pending connection by its first bytes, as soon as enough bytes have arrived.
     fn poll(
         &mut self,
         number: u64,
@@ -254,7 +258,7 @@ impl<'a> AcceptLoop<'a> {
         self.rejections.reject(why);
     }
 
-    /// Answers a query about `id`.
+    /// Answers a query about the migration `id`. The answer is "unknown" unless `id` is the migration `asked`.
     fn reply(&mut self, stream: Stream, id: MigrationId, asked: Option<&QuerySubject<'_>>) {
         let (outcome, doing) = match asked {
             Some(asked) if asked.id == id => {
@@ -272,12 +276,12 @@ impl<'a> AcceptLoop<'a> {
             .and_then(|()| stream.set_timeouts(ANSWERING))
             .and_then(|()| (&stream).write_all(&answer(id, outcome, doing)));
         if unconfirmed.is_ok() {
-            // A connection for which there is no room is dropped.
+            // The connection is dropped if too many connections are pending.
             let _ = self.unconfirmed.enter(stream, self.life.now());
         }
     }
 
-    /// Reads from a peer that received an outcome: a confirmation, or its close.
+    /// Reads from a peer that has received an outcome: the peer confirms the outcome, or closes the connection.
     fn receive(&mut self, number: u64, asked: Option<&QuerySubject<'_>>) {
         let mut bytes = [0; CONFIRMATION_LEN];
         let stream = self.unconfirmed.get(number);
@@ -294,7 +298,7 @@ impl<'a> AcceptLoop<'a> {
         }
     }
 
-    /// Keeps connections for the next migration.
+    /// Keeps connections for the next migration at this listener.
     pub(crate) fn keep(&mut self, arrivals: Vec<Admitted>) {
         let room = CHANNELS.saturating_sub(self.others.len());
         // A connection whose token was consumed belongs to this migration.

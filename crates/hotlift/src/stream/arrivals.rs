@@ -1,7 +1,7 @@
-//! The connections of one migration, as they arrive: a main channel and multifd channels, in any order.
+//! Collects the connections of one migration as they arrive: a main channel and multifd channels, in any order.
 //!
-//! All unidentified connections are watched at once: a source writes to main only after it has made all connections, and a
-//! silent one must not block the others. The caller knows which channels to expect, and when all have arrived.
+//! All pending connections are watched concurrently. A source writes to main only after it has made all connections, so a
+//! silent connection must not block the others. The caller determines which channels to expect, and when all have arrived.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use crate::stream::accept_loop::AcceptLoop;
 use crate::stream::graceful_close;
 use crate::stream::rejections::Rejections;
 
-/// Check of a multifd channel with this opening packet against the channels that have arrived.
+/// Callback that checks a new multifd channel: its opening packet, against the channels that have arrived before.
 pub(crate) type Check<'a> =
     &'a dyn Fn(&InitialPacket, &[(InitialPacket, Stream)]) -> Result<(), MigrationError>;
 
@@ -24,26 +24,26 @@ pub(crate) type Check<'a> =
 pub(crate) struct Arrivals<'a> {
     pub accept_loop: AcceptLoop<'a>,
     rejections: Rejections,
-    /// The main channel until it is taken, and the time when it was accepted.
+    /// The main channel, and the time when it was accepted. `None` before it arrives, and after the caller has taken it.
     pub main: Option<(Stream, Instant)>,
     main_arrived: bool,
     /// Multifd channels in the order of their arrival.
     pub multifd: Vec<(InitialPacket, Stream)>,
-    /// The channel whose opening packet made this side reject the source.
+    /// The channel whose opening packet caused the rejection of the source.
     refused: Option<Stream>,
     /// True if the source has identified itself as a Hotlift.
     pub is_hotlift: bool,
     /// Time at which the first connection was accepted.
     pub since: Option<Instant>,
-    /// Host of the first identified connection; all others must be from it, also after main is taken.
+    /// Host of the first identified connection. All later connections must be from this host.
     host: Option<Host>,
-    /// Count of expected multifd channels; `None` if the source decides it.
+    /// Count of expected multifd channels; `None` if the source decides the count.
     channels: Option<u8>,
 }
 
 impl<'a> Arrivals<'a> {
-    /// Creates the set for a migration with `channels` multifd channels. If that count is known, identified connections are
-    /// watched.
+    /// Creates the empty set for a migration with `channels` multifd channels. If `channels` is known, also watches identified
+    /// connections for their end.
     pub(crate) fn new(
         accept_loop: AcceptLoop<'a>,
         channels: Option<u8>,
@@ -63,11 +63,14 @@ impl<'a> Arrivals<'a> {
         }
     }
 
-    /// Waits for an event for up to `wait`, and processes it.
+    /// Waits, for at most `wait`, for an event, and processes it.
     ///
     /// # Errors
-    /// The error of `check`; [`MigrationError::Mismatch`] for a Hotlift of another version; [`MigrationError::Closed`] if a
-    /// watched connection has ended.
+    /// The errors:
+    ///
+    /// - the error of `check`
+    /// - [`MigrationError::Mismatch`] for a Hotlift of another version
+    /// - [`MigrationError::Closed`] if a watched connection has ended
     pub(crate) fn step(&mut self, wait: Duration, check: Check<'_>) -> Result<(), MigrationError> {
         let watched = named(self.main.as_ref(), &self.multifd).filter(|_| self.channels.is_some());
         let streams: Vec<_> = watched.map(|stream| (stream, PollFlags::RDHUP)).collect();
@@ -76,7 +79,7 @@ impl<'a> Arrivals<'a> {
             .step(wait, &streams, None)
             .map_err(MigrationError::opening)?;
         if ended && self.waits_for_channels() {
-            // Before the new arrivals are processed: one may be the main channel of the next migration.
+            // Must come before the new arrivals: one of them may be the main channel of the next migration.
             self.rejections.reject("a main channel without a migration");
             (self.main, self.main_arrived, self.since) = (None, false, None);
             self.host = None;
@@ -89,7 +92,7 @@ impl<'a> Arrivals<'a> {
             }
             self.since.get_or_insert(arrival.since);
             match arrival.head() {
-                // One of the two is left over from a failed migration.
+                // One of the two main channels is left over from a failed migration.
                 ConnectionClass::Main | ConnectionClass::Resumed if self.main_arrived => {
                     self.rejections.reject("a second main channel");
                 }
@@ -119,15 +122,15 @@ impl<'a> Arrivals<'a> {
                     self.host.get_or_insert_with(|| arrival.stream.host());
                     self.multifd.push((packet, arrival.stream));
                 }
-                // A migration without a name yet has no token.
+                // No token is possible before the migration has an id.
                 _ => self.rejections.reject(BROKEN),
             }
         }
         Ok(())
     }
 
-    /// Returns true if `stream` is from the same host as the others. Otherwise the caller must drop it; it is counted as
-    /// rejected.
+    /// Returns true if `stream` is from the migration's host, or if that host is not known yet. If false, counts a rejection,
+    /// and the caller must drop `stream`.
     pub(crate) fn admits(&self, stream: &Stream) -> bool {
         let is_theirs = self.is_of_their_host(stream);
         if !is_theirs {
@@ -137,7 +140,8 @@ impl<'a> Arrivals<'a> {
         is_theirs
     }
 
-    /// Returns true if an unidentified connection matches everything known about the origin of `main`.
+    /// Returns true if `stream` is from the migration's host and from the same origin as `main`. If false, counts a rejection,
+    /// and the caller must drop `stream`.
     pub(crate) fn admits_with(&self, main: &Stream, stream: &Stream) -> bool {
         if !self.admits(stream) {
             return false;
@@ -156,7 +160,7 @@ impl<'a> Arrivals<'a> {
         host.is_none_or(|host| host.is_at_the_end_of(stream))
     }
 
-    /// Names the multifd channels of `channels` that have not arrived.
+    /// Returns a text that lists the missing channels, of `channels` expected multifd channels.
     pub(crate) fn missing(&self, channels: u8) -> String {
         let has_arrived = |id: &u8| self.multifd.iter().any(|(packet, _)| packet.id == *id);
         let missing: Vec<_> = (0..channels)
@@ -178,7 +182,8 @@ impl<'a> Arrivals<'a> {
         self.multifd.is_empty() && self.channels.is_some_and(|channels| channels > 0)
     }
 
-    /// Sends the reason of the rejection to a Hotlift on all its connections. A QEMU would not understand it.
+    /// Sends a Hotlift source the reason of its rejection, on all connections. Sends nothing to a QEMU, which would not
+    /// understand it.
     pub(crate) fn refuse(&self, error: &MigrationError) {
         if self.is_hotlift {
             let named = named(self.main.as_ref(), &self.multifd);
@@ -188,7 +193,7 @@ impl<'a> Arrivals<'a> {
     }
 }
 
-/// Returns all identified connections.
+/// Iterates over all identified connections.
 fn named<'s>(
     main: Option<&'s (Stream, Instant)>,
     multifd: &'s [(InitialPacket, Stream)],
@@ -198,7 +203,7 @@ fn named<'s>(
         .chain(multifd.iter().map(|(_, stream)| stream))
 }
 
-/// Returns the error for a channel of another migration or another source.
+/// Returns the error for a channel that belongs to another migration or to another source.
 pub(crate) fn stray(packet: &InitialPacket, what: &str) -> MigrationError {
     MigrationError::opened_with(Channel::Multifd(packet.id), what)
 }

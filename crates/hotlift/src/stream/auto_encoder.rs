@@ -1,4 +1,5 @@
-//! Encoder of one channel with method `auto`: samples a packet, requests the decision, and encodes.
+//! Encoder of one channel with method `auto`. For each packet it takes a sample, asks the controller for an encoding, and
+//! encodes.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,19 +17,20 @@ use crate::error::MigrationError;
 use crate::stream::codec::{ByMethod, Encoder};
 use crate::stream::pages::Pages;
 
-/// Pages sampled per packet, evenly spread and compressed together: compressing them one by one costs more and is less
-/// accurate.
+/// Count of pages in a packet's sample. The pages are evenly spread over the packet and compressed together. To compress them
+/// one by one costs more and is less accurate.
 const SAMPLE_PAGES: usize = 4;
 
-/// Shortest off-CPU time that is examined: for a shorter one, distinguishing network waits from run queue waits costs too much.
+/// Minimum off-CPU time that is attributed to a cause. For a shorter time, it costs too much to distinguish a wait for the
+/// network from a wait for a CPU.
 const MIN_EXAMINED_WAIT: Duration = Duration::from_micros(100);
 
-/// Decision for one packet.
+/// Selected encoding of one packet.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Decided {
     candidate: usize,
     probe: PacketProbe,
-    /// Time of the encoding.
+    /// Cost of the encoding; `None` if the packet is not encoded.
     encode: Option<EncodingCost>,
 }
 
@@ -38,33 +40,33 @@ pub(crate) struct AutoEncoder<'a> {
     id: u8,
     accelerator: Accelerator,
     stats: &'a Arc<AcceleratorStats>,
-    /// Encoders that were needed so far.
+    /// Encoders by method, created on first use.
     encoders: ByMethod<Encoder>,
     sample: Vec<u8>,
     room: Vec<u8>,
     queue: RunQueue,
-    /// End of the previous packet in this round.
+    /// The thread's clocks at the end of the previous packet; `None` before the first packet of a round.
     before: Option<Mark>,
-    /// Time for which `cpu-limit` has blocked the thread since the previous packet.
+    /// Time, since the previous packet, for which `cpu-limit` has blocked the thread.
     slept: Duration,
-    /// Time for which `max-bandwidth` has delayed packets without content since then.
+    /// Time, since the previous packet, for which `max-bandwidth` has delayed packets without content.
     paced: Duration,
-    /// Off-CPU time since the run queue was last read, not attributed to a cause yet.
+    /// Off-CPU time that is not attributed to a cause yet, because it was short.
     unseen: Duration,
 }
 
-/// Snapshot of the thread's clocks.
+/// Values of the thread's clocks at one time.
 #[derive(Debug, Clone, Copy)]
 struct Mark {
     at: Instant,
-    /// CPU time at that moment.
+    /// CPU time of the thread.
     cpu: Duration,
-    /// Time in the run queue when it was last read.
+    /// Time that the thread has waited for a CPU in the run queue, when last read.
     queued: Duration,
 }
 
 impl<'a> AutoEncoder<'a> {
-    /// Creates the encoder of channel `id`, for the calling thread.
+    /// Creates the encoder of channel `id`, for use in the calling thread.
     pub(crate) fn new(
         auto: &'a Auto,
         id: u8,
@@ -87,13 +89,13 @@ impl<'a> AutoEncoder<'a> {
         }
     }
 
-    /// Returns the state that all channels share.
+    /// Returns the state of method `auto` that all channels share.
     pub(crate) fn shared(&self) -> &'a Auto {
         self.auto
     }
 
-    /// Selects the method for a packet with these pages. `queued` is the count of unsent bytes in the channel's queue; `None`
-    /// if it is unknown.
+    /// Selects the method of a packet with these pages. `queued` is the count of bytes in the channel's socket that were not
+    /// sent; `None` if it is unknown.
     pub(crate) fn decide(&mut self, pages: Pages<'_, '_>, queued: Option<u32>) -> Decided {
         if self.before.is_none() {
             self.begin();
@@ -118,7 +120,7 @@ impl<'a> AutoEncoder<'a> {
         }
     }
 
-    /// Starts the clock: earlier time belongs to no packet.
+    /// Starts the clock at the first packet of a round, so that earlier time does not count for the packet.
     pub(crate) fn begin(&mut self) {
         self.pause();
         self.before = Some(Mark {
@@ -134,12 +136,13 @@ impl<'a> AutoEncoder<'a> {
         Class::of(left_of(&self.sample, &mut self.room))
     }
 
-    /// Returns the method of the packet's payload.
+    /// Returns the method that the packet's header names.
     pub(crate) fn method(&self, decided: &Decided) -> Method {
         self.auto.candidate(decided.candidate).method
     }
 
-    /// Compresses packet `number` to `out` as decided. Returns false if it does not shrink and must be sent uncompressed.
+    /// Compresses packet `number` into `out`, as decided. Returns false if compression does not shrink the packet, which must
+    /// then be sent uncompressed.
     pub(crate) fn encode(
         &mut self,
         decided: &mut Decided,
@@ -169,8 +172,12 @@ impl<'a> AutoEncoder<'a> {
         Ok(shrinks)
     }
 
-    /// Records a sent packet: `send` is the CPU time of the write, `paced` the delay by `max-bandwidth`, which allows a byte
-    /// per `nanos_per_byte`. `sockets` are those of all channels.
+    /// Records a sent packet:
+    ///
+    /// - `send`: CPU time of the write
+    /// - `paced`: delay by the rate limit `max-bandwidth`
+    /// - `nanos_per_byte`: time per byte that this rate limit enforces
+    /// - `sockets`: sockets of all channels
     pub(crate) fn sent<'s>(
         &mut self,
         decided: &Decided,
@@ -223,17 +230,17 @@ impl<'a> AutoEncoder<'a> {
         self.slept = Duration::ZERO;
     }
 
-    /// Records that `cpu-limit` has blocked the thread for `time`: this was no wait for the network.
+    /// Records that `cpu-limit` has blocked the thread for `time`, which must not count as a wait for the network.
     pub(crate) fn slept(&mut self, time: Duration) {
         self.slept += time;
     }
 
-    /// Records that `max-bandwidth` has delayed packets without content for `time`.
+    /// Records that the rate limit `max-bandwidth` has delayed packets without content for `time`.
     pub(crate) fn paced(&mut self, time: Duration) {
         self.paced += time;
     }
 
-    /// Stops the clock at the end of a round: the following time belongs to no packet.
+    /// Stops the clock at the end of a round, so that later time does not count for a packet.
     pub(crate) fn pause(&mut self) {
         self.before = None;
         (self.slept, self.paced) = (Duration::ZERO, Duration::ZERO);

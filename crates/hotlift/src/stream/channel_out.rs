@@ -9,7 +9,7 @@ use hotlift_net::transport::Stream;
 
 use crate::error::{Channel, MigrationError};
 
-/// Sends `parts` in order; errors name `channel`.
+/// Sends `parts` one after another. An error names the channel `channel`.
 pub(super) fn send(
     stream: &Stream,
     channel: Channel,
@@ -21,7 +21,7 @@ pub(super) fn send(
         .map_err(|source| broken(channel, source))
 }
 
-/// Sends `head` and then guest memory to a socket; by reference with a `splicer`.
+/// Sends `head` and then guest memory to a socket. With a `splicer`, sends guest memory by reference, without a copy.
 pub(super) fn send_guest_memory(
     stream: &Stream,
     channel: Channel,

@@ -1,4 +1,4 @@
-//! Encoder and decoder of a multifd channel, whose errors name channel, packet and RAM block.
+//! Encoder and decoder of a multifd channel. Their errors name the channel, packet and RAM block.
 
 use std::sync::Arc;
 
@@ -13,20 +13,20 @@ use crate::accelerator_stats::{AcceleratorStats, ChannelStats};
 use crate::error::{Channel, MigrationError};
 use crate::options::StreamOptions;
 
-/// Encoder of a channel.
+/// Encoder of a channel with one method.
 pub(crate) struct Encoder {
     encoder: Box<dyn Encode>,
     side: Side,
 }
 
-/// Encoders or decoders of a channel by method, created on first use.
+/// Encoders or decoders of one channel, by method. Each is created on first use.
 pub(crate) struct ByMethod<C> {
     id: u8,
     made: Vec<(Method, C)>,
 }
 
 impl<C> ByMethod<C> {
-    /// Creates the empty set of channel `id`.
+    /// Creates the empty set of encoders or decoders of channel `id`.
     pub(crate) fn new(id: u8) -> Self {
         Self {
             id,
@@ -34,10 +34,10 @@ impl<C> ByMethod<C> {
         }
     }
 
-    /// Returns the entry for `method`, created by `make` on first use.
+    /// Returns the encoder or decoder of `method`. Calls `make` on the first use of the method.
     ///
     /// # Errors
-    /// [`MigrationError::Protocol`] for a method that this build lacks; the error of `make`.
+    /// [`MigrationError::Protocol`] if this build does not support the method. Otherwise the error of `make`.
     pub(crate) fn get(
         &mut self,
         method: Method,
@@ -59,18 +59,18 @@ impl<C> ByMethod<C> {
         Ok(&mut self.made[index].1)
     }
 
-    /// Returns true if the entry for `method` exists.
+    /// Returns true if the encoder or decoder of `method` was already created.
     pub(crate) fn has(&self, method: Method) -> bool {
         self.made.iter().any(|(one, _)| *one == method)
     }
 
-    /// Drops the entry for `method`, so that the next use creates it again.
+    /// Drops the encoder or decoder of `method`. The next use creates a new one.
     pub(crate) fn drop(&mut self, method: Method) {
         self.made.retain(|(one, _)| *one != method);
     }
 }
 
-/// Decoder of a channel.
+/// Decoder of a channel with one method.
 pub(crate) struct Decoder {
     decoder: Box<dyn Decode>,
     side: Side,
@@ -83,7 +83,7 @@ struct Side {
 }
 
 impl Encoder {
-    /// Creates the encoder of channel `id`; `None` for method none, whose pages are sent uncompressed.
+    /// Creates the encoder of channel `id`. Returns `None` for method none, whose pages are sent uncompressed.
     pub(crate) fn new(
         id: u8,
         options: &StreamOptions,
@@ -111,15 +111,16 @@ impl Encoder {
         Ok(Self { encoder, side })
     }
 
-    /// Makes each later packet decodable alone, by a [`Decoder`] after [`Decoder::read_header`]: encodes and discards what only
-    /// the first packet of a channel contains. `level` is the level of the settings.
+    /// Makes each later packet decodable without earlier packets. Encodes and discards the header, which only a channel's first
+    /// packet contains. A [`Decoder`] must call [`Decoder::read_header`] in its place. `level` is the compression level of the
+    /// settings.
     pub(crate) fn write_alone(&mut self, level: u8) -> Result<(), MigrationError> {
-        // Setting the level ends the frame that zstd keeps open across packets from level 4 on.
+        // zstd keeps a frame open across packets from level 4 on. Setting the level ends this frame.
         self.set_level(i8::try_from(level).unwrap_or(i8::MAX), 0, "")?;
         self.encode(0, "", &[0; PAGE_SIZE], &mut Vec::new())
     }
 
-    /// Compresses packet `number` and later ones at this level.
+    /// Sets the compression level from packet `number` on.
     pub(crate) fn set_level(
         &mut self,
         level: i8,
@@ -130,7 +131,7 @@ impl Encoder {
         set.map_err(|source| self.side.failed(number, block, source))
     }
 
-    /// Compresses the pages of packet `number` to `out`, whose content is replaced.
+    /// Compresses the pages of packet `number` into `out`. Replaces the content of `out`.
     pub(crate) fn encode(
         &mut self,
         number: u64,
@@ -146,7 +147,7 @@ impl Encoder {
 }
 
 impl Decoder {
-    /// Creates the decoder of channel `id` for `method`, whose payloads use at most `memory`.
+    /// Creates the decoder of channel `id` for `method`. Its payloads use at most `memory`.
     pub(crate) fn of(
         method: &MethodInfo,
         id: u8,
@@ -161,7 +162,8 @@ impl Decoder {
         Ok(Self { decoder, side })
     }
 
-    /// Reads the header that [`Encoder::write_alone`] has dropped, as any encoder of this method writes it.
+    /// Prepares the decoder for packets of an encoder that has called [`Encoder::write_alone`]. Decodes a header that a local
+    /// encoder creates, because the header is the same for every encoder of the method.
     pub(crate) fn read_header(&mut self, method: &MethodInfo) -> Result<(), MigrationError> {
         let settings = EncoderSettings::software(method.default_level);
         let mut packet = Vec::new();
@@ -172,7 +174,7 @@ impl Decoder {
         self.decode(0, "", &packet, &[GuestRun::of_buffer(&mut page)])
     }
 
-    /// Decompresses the payload of packet `number` into `pages`.
+    /// Decompresses the payload of packet `number` into guest memory `pages`.
     pub(crate) fn decode(
         &mut self,
         number: u64,

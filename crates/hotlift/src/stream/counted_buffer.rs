@@ -1,10 +1,10 @@
-//! Buffers whose size the peer chooses.
+//! Buffers whose size depends on the peer's data. A memory limit protects this process.
 
 use std::ops::Deref;
 
 use hotlift_methods::{MemoryLimit, OverMemoryLimit};
 
-/// Buffer whose size is accounted in a [`MemoryLimit`].
+/// Buffer whose size counts towards a [`MemoryLimit`].
 #[derive(Debug)]
 pub(crate) struct CountedBuffer {
     bytes: Vec<u8>,
@@ -13,12 +13,12 @@ pub(crate) struct CountedBuffer {
 }
 
 impl CountedBuffer {
-    /// Creates an empty buffer accounted in `limit`.
+    /// Creates an empty buffer. Its size counts towards `limit`.
     pub(crate) fn new(limit: &MemoryLimit) -> Self {
         Self::with_own(Vec::new(), limit)
     }
 
-    /// Starts with a buffer of the receiver's own size, which is not accounted.
+    /// Creates a buffer from `bytes`, whose size the receiver has chosen. Only later growth counts towards `limit`.
     pub(crate) fn with_own(bytes: Vec<u8>, limit: &MemoryLimit) -> Self {
         Self {
             bytes,
@@ -27,7 +27,7 @@ impl CountedBuffer {
         }
     }
 
-    /// Extends the capacity to `room` bytes in total.
+    /// Increases the capacity to `room` bytes in total, if it is smaller.
     fn make_room(&mut self, room: usize) -> Result<(), OverMemoryLimit> {
         let capacity = self.bytes.capacity();
         if room <= capacity {
@@ -40,10 +40,10 @@ impl CountedBuffer {
         Ok(())
     }
 
-    /// Extends the buffer to at least `length` bytes; new bytes are zero.
+    /// Increases the length to `length` bytes, if it is smaller. New bytes are zero.
     ///
     /// # Errors
-    /// The bytes exceed the limit.
+    /// The additional bytes exceed the memory limit.
     pub(crate) fn grow_to(&mut self, length: usize) -> Result<(), OverMemoryLimit> {
         if length > self.bytes.len() {
             self.make_room(length)?;

@@ -1,7 +1,7 @@
-//! Graceful close of a destination: its reason to abort, and the end of its connections.
+//! Graceful close by a destination: sends the reason of a failure, and ends the connections so that the source can read it.
 //!
-//! Closing a socket with unread bytes resets the connection, and a reset may discard the reason. So first only the sending half
-//! is closed; incoming bytes are read and dropped until the source closes, too.
+//! If a socket is closed while bytes are unread, the kernel resets the connection, and the reset may discard the reason. So
+//! first only the sending direction is closed. Incoming bytes are read and dropped until the source closes, too.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -15,16 +15,16 @@ use rustix::net::{RecvFlags, recv};
 
 use crate::error::MigrationError;
 
-/// Timeout for the source's close.
+/// Time limit for the source to close its connections.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// Timeout for a QEMU's close of its multifd channels after the end of its main channel. It ends its current round before.
+/// Time limit for a QEMU to close its multifd channels after the end of its main channel. QEMU first ends its current round.
 const CHANNELS_CLOSE: Duration = Duration::from_secs(5);
 
-/// Bytes dropped by one read of a channel.
+/// Maximum count of bytes that one read of a channel drops.
 const DROPPED: usize = 64 << 10;
 
-/// Sends `reason` on each of `streams`, whose source is a Hotlift.
+/// Sends `reason` on each of `streams`. The source must be a Hotlift.
 pub(crate) fn send_reason(streams: &[&Stream], reason: &str) {
     let mut words = Vec::new();
     for message in [ReturnMessage::ErrorText(reason), ReturnMessage::Shut(1)] {
@@ -43,16 +43,16 @@ pub(crate) fn refuse(streams: &[&Stream], error: &MigrationError) {
     close(streams);
 }
 
-/// Closes `streams` after the source has had time to read the last messages.
+/// Closes `streams`, after the source has had time to read the last messages: at most [`LINGER`].
 pub(crate) fn close(streams: &[&Stream]) {
     close_within(streams, LINGER);
 }
 
-/// Cuts a QEMU's `main` channel, and reads and drops the content of its multifd `channels` until it closes them.
+/// Closes a QEMU's `main` channel. Then reads and drops the content of the multifd `channels`, until QEMU closes them.
 ///
-/// A QEMU that finds a multifd channel closed at a sync point may wait for that channel's thread forever (7.2: 6 of 160 saves
-/// that were refused at their start): the migration never ends, and that QEMU accepts no other. With its main channel closed
-/// and the others alive it ends the round, finds the error, and closes them itself.
+/// If a QEMU finds a multifd channel closed at a sync point, it may wait forever for that channel's thread (QEMU 7.2: in 6 of
+/// 160 saves that were rejected at their start). Then the migration never ends, and this QEMU accepts no other migration. If
+/// only main is closed, QEMU ends the round, finds the error, and closes the multifd channels itself.
 pub(crate) fn leave_qemu(main: &Stream, channels: &[Stream]) {
     main.cut();
     let deadline = Instant::now() + CHANNELS_CLOSE;
@@ -73,7 +73,7 @@ pub(crate) fn leave_qemu(main: &Stream, channels: &[Stream]) {
         let ready: Vec<_> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         let mut ready = ready.into_iter();
         open.retain(|stream| {
-            // The bytes of TLS records are dropped, too.
+            // Bytes within TLS records are dropped, too.
             !ready.next().unwrap_or(false)
                 || match recv(*stream, &mut dropped[..], RecvFlags::DONTWAIT) {
                     Ok((_, length)) => length > 0,
@@ -96,7 +96,7 @@ fn close_within(streams: &[&Stream], linger: Duration) {
     }
 }
 
-/// Reads and drops incoming bytes. Returns true if the source closes before `deadline`.
+/// Reads and drops incoming bytes until the source closes. Returns false if the source has not closed before `deadline`.
 fn drain(stream: &Stream, deadline: Instant) -> bool {
     let mut dropped = [0; 16 << 10];
     while let Some(left) = deadline.checked_duration_since(Instant::now()) {
@@ -119,7 +119,7 @@ mod tests {
 
     use super::*;
 
-    /// Longer than the kernel takes on loopback, and less than `tcp_fin_timeout`.
+    /// Longer than a close takes on loopback, and less than `tcp_fin_timeout`.
     const CLOSE_TIMEOUT: Duration = Duration::from_secs(20);
 
     #[test]
@@ -128,7 +128,7 @@ mod tests {
         sees_close_after(&Stream::cut);
     }
 
-    /// Closes a connection whose source has sent more than the buffer holds, after `shut` has ended reading.
+    /// Closes a connection whose source has sent more than the buffer can store. `shut` ends reading first.
     fn sees_close_after(shut: &dyn Fn(&Stream)) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         // The smallest buffer: the first bytes fill it, and the window is exactly 0.
@@ -136,7 +136,7 @@ mod tests {
         let mut source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let ours = Stream::from(listener.accept().unwrap().0);
         source.set_nonblocking(true).unwrap();
-        // Bytes are acknowledged, or wait for room that never comes.
+        // Bytes are acknowledged, or wait forever for room.
         while source.write(&[0; 4096]).is_ok() || !is_full(&source) {}
         // With reading shut down, and then with the queue drained by a close.
         shut(&ours);
@@ -146,7 +146,7 @@ mod tests {
         source.set_read_timeout(Some(CLOSE_TIMEOUT)).unwrap();
         let mut ended = source.read(&mut [0]);
         if matches!(ended, Ok(0)) {
-            // Only our direction has ended; the source does not take this for the end of its own.
+            // Only this direction has ended; the source does not treat this as the end of its own direction.
             source.set_write_timeout(Some(CLOSE_TIMEOUT)).unwrap();
             ended = std::iter::repeat_with(|| source.write(&[0; 4096]))
                 .find(Result::is_err)
@@ -159,7 +159,7 @@ mod tests {
         );
     }
 
-    /// Returns true if the unacknowledged bytes stay constant: only bytes without room at the receiver are left.
+    /// Returns true if the count of unacknowledged bytes stays constant: only bytes without room at the receiver are left.
     fn is_full(source: &TcpStream) -> bool {
         let stream = Stream::from(source.try_clone().unwrap());
         let before = stream.unacknowledged();

@@ -1,4 +1,5 @@
-//! Answers a Hotlift's offer: checks that source and destination are compatible, and names the migration.
+//! Handshake of a destination with a Hotlift source: checks that source and destination are compatible, and gives the migration
+//! an id.
 
 use hotlift_net::transport::Stream;
 use hotlift_wire::handshake::{Accepted, Features, Offer, VERSION};
@@ -9,13 +10,13 @@ use hotlift_wire::settle::MigrationId;
 use crate::error::MigrationError;
 use crate::options::StreamOptions;
 
-/// Upper bound of main's bytes before its first page: machine and RAM block names are short.
+/// Maximum count of main's bytes before the first page. Suffices because machine and RAM block names are short.
 const BEGINNING: usize = 16 << 10;
 
-/// Returns a unique name for a migration that cannot be guessed.
+/// Returns a unique id for a migration. The id cannot be guessed.
 ///
 /// # Errors
-/// The kernel returns no random bytes.
+/// The system's error if the kernel cannot provide random bytes.
 pub(crate) fn new_id() -> std::io::Result<MigrationId> {
     let mut id = [0; 16];
     let filled = rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())?;
@@ -25,7 +26,7 @@ pub(crate) fn new_id() -> std::io::Result<MigrationId> {
     Ok(MigrationId(id))
 }
 
-/// Returns the features of a guest's own migration with these options; `preempts`: with `postcopy-preempt`.
+/// Returns the features of a stream of a guest's migration with these options. `preempts` is true with `postcopy-preempt`.
 pub(crate) fn features(options: &StreamOptions, preempts: bool) -> Features {
     let mut features = Features::empty();
     features.set(Features::MULTIFD, options.multifd());
@@ -37,17 +38,17 @@ pub(crate) fn features(options: &StreamOptions, preempts: bool) -> Features {
     features
 }
 
-/// Beginning of a main channel, peeked and not consumed.
+/// First bytes of a main channel, which were peeked and are not consumed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Beginning {
-    /// Offer of a Hotlift.
+    /// A Hotlift offers its version and features.
     Offer(Offer),
-    /// Pages without a preceding multifd flush (`legacy` zero-page detection, where there are channels). By then a QEMU has
+    /// A QEMU has sent pages before a multifd flush (with multifd: `legacy` zero page detection). By then the QEMU has
     /// connected all its channels.
     Pages,
 }
 
-/// Peeks at `main`; returns `None` while its beginning is incomplete.
+/// Peeks at the first bytes of `main`. Returns `None` while too few bytes have arrived.
 pub(crate) fn peek(main: &Stream) -> Option<Beginning> {
     let mut bytes = vec![0; BEGINNING];
     let seen = main.peek(&mut bytes).ok()??;
@@ -73,13 +74,14 @@ fn beginning(bytes: &[u8]) -> Option<Beginning> {
     None
 }
 
-/// Returns HELLO and PONG of a destination that names the migration `id` and accepts streams with `features`.
+/// Returns the answer of a destination to `offer`: HELLO and PONG. The answer contains the migration's `id`, and the `features`
+/// of streams that the destination accepts.
 pub(crate) fn answer(
     offer: Offer,
     features: Features,
     id: MigrationId,
 ) -> [ReturnMessage<'static>; 2] {
-    // Every stream of this version is read packet by packet.
+    // Every stream of this version can have another method in each packet.
     let features = features | Features::METHOD_BY_PACKET;
     let hello = ReturnMessage::Hello {
         version: VERSION.into(),
@@ -88,10 +90,11 @@ pub(crate) fn answer(
     [hello, ReturnMessage::Pong(offer.ping())]
 }
 
-/// Checks that the source uses this version, and that this side can read its stream (`takes`).
+/// Checks that the source has the same version, and that this destination can read its stream. `takes` are the features that
+/// the destination accepts.
 ///
 /// # Errors
-/// [`MigrationError::Mismatch`], which names both sides' values.
+/// [`MigrationError::Mismatch`] with the values of source and destination.
 pub(crate) fn check(offer: Offer, takes: Features) -> Result<(), MigrationError> {
     if offer.version != VERSION {
         return Err(MigrationError::other_version(
@@ -120,7 +123,7 @@ pub(crate) fn check(offer: Offer, takes: Features) -> Result<(), MigrationError>
     Ok(())
 }
 
-/// Origin of the stream, by feature RELAYED.
+/// Names of a stream's origin for errors: without and with feature RELAYED.
 const RELAYED: [&str; 2] = ["that of a guest of Hotlift's own", "a relay's, of a QEMU"];
 
 #[cfg(test)]

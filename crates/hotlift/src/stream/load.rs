@@ -1,4 +1,4 @@
-//! Load of the destination's channel threads, reported to a source that selects the method of each packet.
+//! Measures the load of the destination's channel threads. The report goes to a source that selects the method of each packet.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,13 +11,13 @@ use hotlift_wire::return_path::{Load, MethodLoad, ReturnMessage};
 use crate::lock::lock;
 use crate::stream::return_path::encode;
 
-/// Interval of a thread's measurements. The first comes early: it shows the source whether the network is a bottleneck at all.
+/// Interval of a thread's measurements. It is short, so that the source knows early if the network is a bottleneck.
 const INTERVAL: Duration = Duration::from_millis(20);
 
-/// Interval of the messages: the source must follow a host that becomes busy within a second.
+/// Minimum interval between two load reports. The source must react within a second when the destination's host becomes busy.
 const BETWEEN_MESSAGES: Duration = Duration::from_millis(50);
 
-/// Sums of all channels.
+/// Load of all channel threads: sums of their measurements.
 #[derive(Debug, Default)]
 pub(crate) struct ReceiverLoad {
     elapsed: AtomicU64,
@@ -27,7 +27,8 @@ pub(crate) struct ReceiverLoad {
 }
 
 impl ReceiverLoad {
-    /// Returns the message to the source, if one is due.
+    /// Returns the next load report for the source. Returns `None` if the last report was sent less than [`BETWEEN_MESSAGES`]
+    /// ago.
     fn due(&self) -> Option<Vec<u8>> {
         let mut last_report = lock(&self.last_report);
         if last_report.is_some_and(|last_report| last_report.elapsed() < BETWEEN_MESSAGES) {
@@ -50,29 +51,29 @@ impl ReceiverLoad {
     }
 }
 
-/// Measurement of one thread.
+/// Load measurement of one channel thread.
 pub(crate) struct ChannelLoad<'a> {
     all: &'a ReceiverLoad,
     queue: RunQueue,
-    /// CPU time at the start of the packet.
+    /// CPU time of the thread at the start of the packet.
     cpu: Duration,
-    /// Start of the current interval, once there was something to read in this round.
+    /// Start of the current interval; `None` before the first packet of a round.
     since: Option<Since>,
 }
 
-/// Start of an interval.
+/// Values of a thread's clocks at the start of an interval.
 #[derive(Clone, Copy)]
 struct Since {
     at: Instant,
-    /// CPU time and run queue time of the thread at that moment.
+    /// CPU time of the thread. `queued` is its time in the run queue.
     cpu: Duration,
     queued: Duration,
-    /// Time since then for which `cpu-limit` or the page sink has blocked the thread.
+    /// Time in this interval for which `cpu-limit` or the page sink has blocked the thread.
     held: Duration,
 }
 
 impl<'a> ChannelLoad<'a> {
-    /// Creates the measurement of the calling thread.
+    /// Creates the measurement of the calling thread. Its results are added to `all`.
     pub(crate) fn new(all: &'a ReceiverLoad) -> Self {
         Self {
             all,
@@ -99,13 +100,13 @@ impl<'a> ChannelLoad<'a> {
         }
     }
 
-    /// Stops the clock at the end of a round: the following time belongs to no packet.
+    /// Stops the clock at the end of a round, so that later time does not count for a packet.
     pub(crate) fn pause(&mut self) {
         self.since = None;
     }
 
-    /// Records a finished packet of `pages` pages; `held` is the time in which anything but the source blocked the thread.
-    /// Returns the message to send to the source, if one is due.
+    /// Records a finished packet of `pages` pages. `held` is the time in which the thread was blocked, but not by the source.
+    /// Returns the next load report for the source, or `None` if none is due.
     pub(crate) fn settled(
         &mut self,
         method: Method,

@@ -1,4 +1,4 @@
-//! Reads the bytes of the main channel.
+//! Reads the bytes of an incoming main channel.
 
 use std::time::{Duration, Instant};
 
@@ -12,46 +12,47 @@ use crate::life::{LONG, Life};
 use crate::stream::counted_buffer::CountedBuffer;
 use crate::stream::main_channel::{Action, EndCause, MainChannel, Step};
 
-/// Size of one read from the socket. A source without multifd sends its pages here; with 64 KiB a tenth of the time went into
-/// system calls.
+/// Size of one read from the socket, in bytes. A source without multifd sends its pages on main; with 64 KiB a tenth of the
+/// time was spent in system calls.
 const READ: usize = 512 << 10;
 
-/// Read size while a guest may wait for a requested page: all pages read before it are placed first.
+/// Read size in bytes while a guest may wait for a requested page. It is smaller, because all pages read before the requested
+/// page are placed first.
 const READ_IN_POSTCOPY: usize = 64 << 10;
 
-/// Read size of the set-up, which is read before the stream is known to be supported. A set-up with few RAM blocks has some
-/// hundred bytes.
+/// Read size of the set-up in bytes. The set-up is read before the stream is known to be supported. A set-up with few RAM
+/// blocks has some hundred bytes.
 const READ_OF_SET_UP: usize = 256;
 
 /// Condition under which a wait for the source continues.
 pub(crate) trait WaitCondition {
-    /// Checks whether the wait may continue.
+    /// Returns success if the wait may continue.
     ///
     /// # Errors
-    /// The reason to stop: the migration was cancelled, or has ended elsewhere.
+    /// The reason to stop the wait: the migration was cancelled, or another thread has ended it.
     fn check(&self) -> Result<(), MigrationError>;
 
-    /// Returns the interval of the checks; each change of the lifetime also causes one.
+    /// Returns the interval between two checks. In addition, each change of the lifetime causes a check.
     fn every(&self) -> Duration {
         LONG
     }
 }
 
-/// Buffered reader that can return everything read so far.
+/// Buffered reader of a main channel. It can return everything read so far, to pass the stream through.
 pub(crate) struct MainInput<'a> {
     channel: &'a Stream,
     counters: &'a Counters,
     wake_fd: WakeFd,
     buffer: CountedBuffer,
-    /// Part of `buffer` that was read and not yet taken.
+    /// Range of `buffer` that was read, but not taken yet.
     unread: std::ops::Range<usize>,
-    /// Keeps all bytes in `buffer` until the stream is identified.
+    /// True while all bytes are kept in `buffer`, until the stream is identified.
     keeps: bool,
-    /// Size of one read.
+    /// Size of one read in bytes.
     read: usize,
 }
 
-/// Bytes that a [`MainInput`] has read and not taken.
+/// Bytes that a [`MainInput`] has read from the socket, but that were not taken.
 pub(crate) struct ReadAhead {
     wake_fd: WakeFd,
     buffer: CountedBuffer,
@@ -59,7 +60,7 @@ pub(crate) struct ReadAhead {
 }
 
 impl<'a> MainInput<'a> {
-    /// Creates a reader whose buffer, beyond its own size, uses at most `memory`. Changes of `life` end its waits.
+    /// Creates a reader. Its buffer, beyond its initial size, uses at most `memory`. Changes of `life` end its waits.
     ///
     /// # Errors
     /// [`MigrationError::Connection`] if the system cannot create a descriptor.
@@ -80,24 +81,24 @@ impl<'a> MainInput<'a> {
         })
     }
 
-    /// Keeps all bytes from the first on, and reads little ahead, until [`MainInput::detach`].
+    /// Keeps all bytes that are read, until [`MainInput::detach`]. In this state each read is small, to read little ahead.
     pub(crate) fn keep_everything(mut self) -> Self {
         self.keeps = true;
         self.read = READ_OF_SET_UP;
         self
     }
 
-    /// Reduces the read size from here on.
+    /// Reduces the size of later reads, for postcopy.
     pub(crate) fn read_little(&mut self) {
         self.read = READ_IN_POSTCOPY;
     }
 
-    /// Returns the socket, for answers.
+    /// Returns the socket, to send answers.
     pub(crate) fn socket(&self) -> &'a Stream {
         self.channel
     }
 
-    /// Returns the bytes that were read and not taken.
+    /// Returns the bytes that were read, but not taken yet.
     pub(crate) fn unread(&self) -> &[u8] {
         &self.buffer[self.unread.clone()]
     }
@@ -107,12 +108,13 @@ impl<'a> MainInput<'a> {
         self.unread.start += length;
     }
 
-    /// Returns everything read so far, taken or not. Only valid before [`MainInput::detach`].
+    /// Returns all bytes read so far, including taken bytes. Only valid before [`MainInput::detach`].
     pub(crate) fn everything(&self) -> &[u8] {
         &self.buffer[..self.unread.end]
     }
 
-    /// Returns the read-ahead bytes for another reader. The stream is identified, so that taken bytes need not be kept.
+    /// Returns the bytes that were not taken, for another reader. Must be called only once the stream is identified, because
+    /// taken bytes are dropped.
     pub(crate) fn detach(self) -> ReadAhead {
         ReadAhead {
             wake_fd: self.wake_fd,
@@ -121,7 +123,7 @@ impl<'a> MainInput<'a> {
         }
     }
 
-    /// Continues where another reader was detached.
+    /// Creates a reader that continues after a detached reader.
     pub(crate) fn attach(ahead: ReadAhead, channel: &'a Stream, counters: &'a Counters) -> Self {
         Self {
             channel,
@@ -134,16 +136,16 @@ impl<'a> MainInput<'a> {
         }
     }
 
-    /// Returns true if there are bytes to read.
+    /// Returns true if the socket has bytes to read.
     pub(crate) fn is_readable(&self) -> Result<bool, MigrationError> {
         self.channel.wait_readable(Duration::ZERO).map_err(broken)
     }
 
-    /// Performs the next step of `machine`: calls `act` with the action and its bytes, or reads missing bytes and returns
-    /// `None`.
+    /// Performs the next step of `machine`. For an action, calls `act` with the action and the consumed bytes, and returns the
+    /// result of `act`. If bytes are missing, reads some and returns `None`.
     ///
     /// # Errors
-    /// The error of the machine, of `act` or of [`MainInput::fill`].
+    /// An error of the machine, of `act` or of [`MainInput::fill`].
     pub(crate) fn step<T>(
         &mut self,
         machine: &mut MainChannel,
@@ -160,10 +162,11 @@ impl<'a> MainInput<'a> {
         }
     }
 
-    /// Reads at least some of the `needed` bytes for `machine`, or reports the end of the connection to it.
+    /// Reads at least one of the `needed` bytes for `machine`. At the end of the connection, informs `machine` instead.
     ///
     /// # Errors
-    /// [`MigrationError::Connection`], the error of `waiting`, and [`MigrationError::Memory`] if there is no room.
+    /// [`MigrationError::Connection`], the error of `waiting`, or [`MigrationError::Memory`] if the buffer reaches its memory
+    /// limit.
     pub(crate) fn fill(
         &mut self,
         machine: &mut MainChannel,

@@ -1,4 +1,4 @@
-//! Sending end of the main channel: stream setup, RAM sections, device state, end.
+//! Sending end of the main channel: start of the stream, RAM sections, device state, EOF.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::life::Life;
 use crate::pacing::Pacer;
 use crate::stream::channel_out::send;
 
-/// Maximum bytes of records that are gathered before a write.
+/// Maximum count of bytes of records that are collected before a write.
 const GATHERED: usize = 64 << 10;
 
 /// Connection of the main channel.
@@ -35,28 +35,28 @@ pub(crate) struct MainSend {
     encoder: MainEncoder,
     out: Vec<u8>,
     scratch: IoScratch,
-    /// Checksum of every byte written, as long as the destination may ask for it.
+    /// CRC-32 of all written bytes; `None` if the destination will not ask for it.
     crc: Option<crc32fast::Hasher>,
     in_section: bool,
-    /// True if the next RAM section is the last.
+    /// True if the current or next RAM section is the last one.
     completing: bool,
 }
 
-/// Pages of one RAM block, whose content no thread changes.
+/// Pages of one RAM block. No thread changes their content during the call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PageRecords<'p> {
     /// Index of the RAM block.
     pub block: usize,
-    /// Byte offsets of the pages that are zero.
+    /// Byte offsets of the zero pages.
     pub zero: &'p [u64],
     /// Byte offsets of the pages with content.
     pub normal: &'p [u64],
-    /// Content of `normal`, concatenated.
+    /// Content of the pages in `normal`, one after another.
     pub content: &'p [u8],
 }
 
 impl<'p> PageRecords<'p> {
-    /// Iterates over the pages: byte offset, and content unless the page is zero. Zero pages come first.
+    /// Iterates over the pages, zero pages first. Yields the byte offset and the content; `None` for a zero page.
     pub(crate) fn each(
         &self,
     ) -> impl Iterator<Item = (u64, Option<&'p [u8; PAGE_SIZE]>)> + use<'p> {
@@ -67,20 +67,20 @@ impl<'p> PageRecords<'p> {
     }
 }
 
-/// Pages as zlib streams.
+/// Pages compressed as zlib streams (capability `compress`).
 #[derive(Debug, Default)]
 pub(crate) struct CompressedPages {
-    /// Concatenated streams.
+    /// The zlib streams, one after another.
     pub streams: Vec<u8>,
-    /// Length of each page's stream; 0 for an uncompressed page.
+    /// Length of each page's zlib stream in bytes; 0 for an uncompressed page.
     pub lengths: Vec<usize>,
 }
 
-/// Value of the PING after the devices in a package; QEMU uses the same number.
+/// Value of the PING after the devices in a package. QEMU uses the same number.
 pub(crate) const LOADED: u32 = 3;
 
-/// Closes a postcopy package with LISTEN and device sections: appends a PING, whose value `ping` computes from all bytes before
-/// it, and RUN. Returns the bytes and that value.
+/// Completes a postcopy package, which contains LISTEN and device sections: appends a PING and RUN. `ping` computes the PING's
+/// value from all bytes before the PING. Returns the package and the PING's value.
 fn close_package(
     package: &[u8],
     ping: impl FnOnce(&[u8]) -> u32,
@@ -100,7 +100,7 @@ fn close_package(
 }
 
 impl MainSend {
-    /// Starts a stream. Nothing is sent before the first command.
+    /// Starts a stream. The start of the stream is sent together with the first command.
     pub(crate) fn new(
         link: Arc<MainLink>,
         configuration: &Configuration,
@@ -118,7 +118,8 @@ impl MainSend {
         })
     }
 
-    /// Continues within RAM after another connection has ended, without the stream's opening.
+    /// Continues a stream within RAM on a new connection, after the old connection has ended. Does not send the start of the
+    /// stream again.
     pub(crate) fn resume(
         link: Arc<MainLink>,
         configuration: &Configuration,
@@ -137,23 +138,23 @@ impl MainSend {
         Ok(main)
     }
 
-    /// Drops the checksum, which the destination does not ask for.
+    /// Stops computing the CRC-32, because the destination will not ask for it.
     pub(crate) fn drop_checksum(&mut self) {
         self.crc = None;
     }
 
-    /// Returns the CRC-32 of everything written; `None` if the destination does not ask for it.
+    /// Returns the CRC-32 of all written bytes; `None` if the destination will not ask for it.
     pub(crate) fn crc(&self) -> Option<u32> {
         self.crc.clone().map(crc32fast::Hasher::finalize)
     }
 
-    /// Sends a command between sections, and everything gathered before it.
+    /// Sends all collected records, and then a command between two sections.
     pub(crate) fn command(&mut self, command: Command) -> Result<(), MigrationError> {
         self.record(|encoder, out| encoder.command(command, out))?;
         self.flush()
     }
 
-    /// Sends the RAM block list in a section with id `section_id`; with `flush` a multifd flush follows it.
+    /// Sends the RAM block list in a section with id `section_id`. With `flush`, a multifd flush follows the list.
     pub(crate) fn ram_start(
         &mut self,
         section_id: Option<u32>,
@@ -169,22 +170,23 @@ impl MainSend {
         self.flush()
     }
 
-    /// Marks the next RAM section as the last.
+    /// Makes the current or next RAM section the last one.
     pub(crate) fn complete(&mut self) {
         self.completing = true;
     }
 
-    /// Returns true if the last RAM section has begun or is next.
+    /// Returns true after [`MainSend::complete`].
     pub(crate) fn is_completing(&self) -> bool {
         self.completing
     }
 
-    /// Adds a zero page.
+    /// Adds a zero page to the RAM section.
     pub(crate) fn zero_page(&mut self, block: usize, offset: u64) -> Result<(), MigrationError> {
         self.page_record(|encoder, out| encoder.zero_page(block, offset, out))
     }
 
-    /// Adds a page from guest memory. A page that changes during the copy is dirty again.
+    /// Adds a copy of a page of guest memory to the RAM section. If the guest writes the page during the copy, the page is
+    /// dirty again and is sent later.
     pub(crate) fn guest_page(
         &mut self,
         block: usize,
@@ -200,7 +202,7 @@ impl MainSend {
         })
     }
 
-    /// Adds a page that was already copied.
+    /// Adds a page to the RAM section, from a copy of its content.
     pub(crate) fn copied_page(
         &mut self,
         block: usize,
@@ -214,7 +216,7 @@ impl MainSend {
         })
     }
 
-    /// Adds a page as an XBZRLE delta to its last sent content.
+    /// Adds a page to the RAM section, as an XBZRLE delta from its last sent content.
     pub(crate) fn xbzrle_page(
         &mut self,
         block: usize,
@@ -224,7 +226,7 @@ impl MainSend {
         self.page_record(|encoder, out| encoder.xbzrle_page(block, offset, delta, out))
     }
 
-    /// Adds a page as a zlib stream.
+    /// Adds a page to the RAM section, as a zlib stream.
     pub(crate) fn compressed_page(
         &mut self,
         block: usize,
@@ -234,7 +236,7 @@ impl MainSend {
         self.page_record(|encoder, out| encoder.compressed_page(block, offset, stream, out))
     }
 
-    /// Ends the RAM section, and begins it first if necessary; with `flush` a multifd flush precedes its end.
+    /// Ends the RAM section. If none was begun, sends an empty one. With `flush`, a multifd flush precedes the section's end.
     pub(crate) fn end_section(&mut self, flush: bool) -> Result<(), MigrationError> {
         self.open_section()?;
         if flush {
@@ -245,13 +247,13 @@ impl MainSend {
         self.flush()
     }
 
-    /// Sends a section with these pages, directly from their memory.
+    /// Sends `pages` in a RAM section, directly from their memory, without copying them.
     pub(crate) fn pages(&mut self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
         self.pace(pages.content.len());
         self.pages_at_once(pages)
     }
 
-    /// Sends the pages without the bandwidth limit.
+    /// Sends `pages` like [`MainSend::pages`], but without the bandwidth limit.
     pub(crate) fn pages_at_once(&mut self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
         self.open_section()?;
         let (encoder, out) = (&mut self.encoder, &mut self.out);
@@ -283,7 +285,7 @@ impl MainSend {
         written
     }
 
-    /// Adds these pages in the form of `compressed` to the RAM section, which is begun if necessary.
+    /// Adds `pages` to the RAM section, compressed where `compressed` has a zlib stream. Begins the section if necessary.
     pub(crate) fn compressed_pages(
         &mut self,
         pages: PageRecords<'_>,
@@ -306,7 +308,7 @@ impl MainSend {
         Ok(())
     }
 
-    /// Adds a device in a section of its own.
+    /// Adds the state of a device, in a separate section.
     pub(crate) fn device(&mut self, device: &DeviceState) -> Result<(), MigrationError> {
         self.record(|encoder, out| {
             encoder.device(
@@ -320,8 +322,8 @@ impl MainSend {
         self.flush()
     }
 
-    /// Returns the package that starts the guest of a postcopy: the devices, and a PING with the CRC of all bytes before it if
-    /// a checksum is required, else with `ping`. Also returns the PING's value. Sends nothing.
+    /// Returns the package that starts the guest in a postcopy: the devices, a PING and RUN. The PING's value is the CRC-32 of
+    /// all bytes before it if the destination requires a checksum, otherwise `ping`. Also returns this value. Sends nothing.
     pub(crate) fn package(
         &mut self,
         devices: &[DeviceState],
@@ -349,8 +351,8 @@ impl MainSend {
         })
     }
 
-    /// Ends the stream. Send errors are ignored: the same message may also be sent on other sockets, and the reader reports
-    /// failure.
+    /// Ends the stream with EOF. Send errors are ignored, because the commit may also be sent on other connections. The reader
+    /// of the return path reports the failure.
     pub(crate) fn end_of_file(&mut self) {
         if self.record(MainEncoder::eof).is_ok() && self.record(MainEncoder::vm_description).is_ok()
         {
@@ -358,8 +360,8 @@ impl MainSend {
         }
     }
 
-    /// Sends a part of a QEMU's device sections, for a relay, with the checksum of everything up to it. At most
-    /// [`DEVICE_PART`](hotlift_wire::limits::DEVICE_PART) bytes.
+    /// For a relay: sends a part of a QEMU's device sections, with the checksum of everything up to the part's end. A part has
+    /// at most [`DEVICE_PART`](hotlift_wire::limits::DEVICE_PART) bytes.
     pub(crate) fn device_part(&mut self, part: &[u8]) -> Result<(), MigrationError> {
         self.flush()?;
         let mut head = Vec::new();
@@ -370,7 +372,7 @@ impl MainSend {
         self.write(&[&head, part, &crc.finalize().to_be_bytes()])
     }
 
-    /// Sends `bytes` unchanged, after everything gathered.
+    /// Sends all collected records, and then `bytes` unchanged.
     pub(crate) fn raw(&mut self, bytes: &[u8]) -> Result<(), MigrationError> {
         self.flush()?;
         self.write(&[bytes])
@@ -407,7 +409,7 @@ impl MainSend {
         write(&mut self.encoder, &mut self.out).map_err(MigrationError::main_wire)
     }
 
-    /// Writes the gathered records.
+    /// Writes the collected records to the socket.
     fn flush(&mut self) -> Result<(), MigrationError> {
         let out = std::mem::take(&mut self.out);
         let written = self.write(&[&out]);

@@ -5,23 +5,23 @@
 //! | `accept_loop` | classifies connections: channels, outcome queries, unknown clients |
 //! | `rejections` | counts of rejected connections |
 //! | `serve_queries` | serves a listener during a migration, and until the source knows the outcome |
-//! | `arrivals` | the connections of one migration, in any order |
-//! | `handshake` | identification of two Hotlifts to each other |
+//! | `arrivals` | collects the connections of one migration, which arrive in any order |
+//! | `handshake` | handshake of a destination with a Hotlift source |
 //! | `multifd_recv` | receiving end of a multifd channel: packets, into a [`PageSink`](multifd_recv::PageSink) |
-//! | `packet_reader` | reads its bytes: headers ahead, payloads directly to their destination |
+//! | `packet_reader` | reads a multifd channel: headers ahead, payloads directly to their destination |
 //! | `multifd_send` | sending end of the multifd channels: packets and sync points |
 //! | `pages` | content of a packet's pages: guest memory, or a private copy |
 //! | `main_channel` | receiving end of main, as a state machine without I/O: order, state and rejections |
 //! | `main_recv` | reads main's bytes for that state machine |
-//! | `main_send` | sending end of main: stream setup, RAM sections, device state, end |
+//! | `main_send` | sending end of main: start of the stream, RAM sections, device state, EOF |
 //! | `preempt` | the connection for requested pages, in both directions |
-//! | `return_path` | the destination's messages |
+//! | `return_path` | receives the destination's messages |
 //! | `channel_out` | writes a channel's bytes to its socket |
 //! | `graceful_close` | sends the destination's reason, and closes its connections |
 //! | `codec` | encoder and decoder of a multifd channel |
-//! | `auto_encoder` | the encoder with method auto: samples, selects, encodes, and records its CPU time |
-//! | `counted_buffer` | buffers whose size the peer chooses |
-//! | `load` | CPU load of a receiver's threads, for a source with method auto |
+//! | `auto_encoder` | encoder of one channel with method auto: samples, selects, encodes, and records its CPU time |
+//! | `counted_buffer` | buffers whose size depends on the peer's data |
+//! | `load` | load of a destination's channel threads, reported to a source with method auto |
 
 pub(crate) mod accept_loop;
 pub(crate) mod arrivals;

@@ -1,6 +1,6 @@
-//! Receiving end of a multifd channel: checks packets and puts their pages where a [`PageSink`] directs them.
+//! Receiving end of a multifd channel. It checks packets, and writes their pages to the memory that a [`PageSink`] selects.
 //!
-//! With method none the pages go from the socket directly to their destination; other methods decode into it.
+//! With method none, pages are read from the socket directly into this memory. With other methods, they are decoded into it.
 
 use std::io;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use crate::stream::packet_reader::PacketReader;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReadDecision {
     Yes,
-    /// The channel brings nothing more: the migration has ended, or the guest was taken over.
+    /// Stop: the migration has ended, or the guest was taken over, so no more pages are expected.
     No,
 }
 
@@ -39,35 +39,36 @@ impl From<bool> for ReadDecision {
     }
 }
 
-/// Destination of one channel's pages.
+/// Consumer of one channel's pages. It selects the memory for each page.
 pub(crate) trait PageSink {
-    /// Takes a packet's pages. `read` fills the given memory with the pages with content, in the packet's order; it is called
-    /// once, and only if there are such pages.
+    /// Accepts a packet. If the packet has pages with content, must call `read` once, with memory for these pages in the
+    /// packet's order; `read` fills this memory.
     fn put(
         &mut self,
         header: &PacketHeader,
         read: &mut dyn FnMut(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
     ) -> Result<ReadDecision, MigrationError>;
 
-    /// Forwards an uncompressed packet, whose pages are the next bytes of `from`, without reading them. Returns false if that
-    /// is not possible.
+    /// Forwards an uncompressed packet without reading its pages, which are the next bytes of `from`. Returns false if the
+    /// packet cannot be forwarded.
     fn forward(&mut self, header: &PacketHeader, from: &Stream) -> Result<bool, MigrationError> {
         let _ = (header, from);
         Ok(false)
     }
 
-    /// Returns for how long pages have waited for room since the last call. The source did not cause this wait.
+    /// Returns the time since the last call in which pages have waited for room in this process. The source did not cause this
+    /// wait.
     fn held_back(&mut self) -> Duration {
         Duration::ZERO
     }
 
-    /// Sends `message`, a return path message, to the source.
+    /// Sends `message` to the source. It must be a return path message.
     fn report(&mut self, message: &[u8]);
 
-    /// Reports that the channel has reached its sync point.
+    /// Called when the channel has reached a sync point. Waits at the barrier.
     fn sync(&mut self) -> Result<ReadDecision, MigrationError>;
 
-    /// Reports that the channel has ended between packets.
+    /// Called when the channel has ended between two packets.
     fn ended(&mut self) -> Result<(), MigrationError>;
 }
 
@@ -76,57 +77,57 @@ pub(crate) trait PageSink {
 pub(crate) struct ChannelRules {
     /// The channel's number.
     pub id: u8,
-    /// Packet size of the channel.
+    /// Layout of the channel's packets.
     pub layout: PacketLayout,
-    /// Methods that its packets may use.
+    /// Methods that the channel's packets may have.
     pub methods: Methods,
     /// True if packets without a checksum are rejected.
     pub checksum_required: bool,
-    /// Use of an accelerator by its method.
+    /// Use of an accelerator to decode the channel: automatic, required, or off.
     pub accelerator: Accelerator,
 }
 
-/// Limits of reading a migration's channels.
+/// Limits that all channels of a migration share.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ChannelLimits<'a> {
-    /// Memory for compressed payloads and decoders.
+    /// Limit of the memory for compressed payloads and decoders.
     pub memory: &'a MemoryLimit,
     pub cpu: &'a CpuBudget,
-    /// Statistics of the decoding devices.
+    /// Statistics of the accelerators that decode.
     pub stats: &'a Arc<AcceleratorStats>,
-    /// Lifetime whose end interrupts the waits for CPU time.
+    /// Lifetime of the migration. Its end interrupts the waits for CPU time.
     pub life: &'a Life,
 }
 
-/// Methods that the packets of a channel may use.
+/// Methods that the packets of a channel may have.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Methods {
-    /// Only this one.
+    /// Only this method.
     One(&'static MethodInfo),
-    /// The method of the first packet with content, as in QEMU.
+    /// The method of the first packet with content determines the method of all packets, as in QEMU.
     First,
-    /// Any method in each packet.
+    /// Each packet may have another method.
     Each,
 }
 
-/// Reader of one channel.
+/// Reads one multifd channel.
 pub(crate) struct MultifdReceiver<'a> {
     id: u8,
     channel: &'a Stream,
     packets: PacketReader<'a>,
     rules: PacketRules,
-    /// True if the first packet determines the method of all.
+    /// True if the first packet with content determines the method of all packets.
     first_decides: bool,
     blocks: &'a [RamBlockEntry],
     header: PacketHeader,
     payload: Payload<'a>,
     counters: &'a Counters,
-    /// Load measurement, for a source that requests it.
+    /// Load measurement of this thread; `None` if the source does not request load reports.
     load: Option<ChannelLoad<'a>>,
     cpu: CpuShare<'a>,
 }
 
-/// Reader of a packet's pages.
+/// Reads the pages of packets, and decodes them.
 struct Payload<'a> {
     cpu: &'a CpuBudget,
     life: &'a Life,
@@ -135,7 +136,7 @@ struct Payload<'a> {
     buffer: CountedBuffer,
 }
 
-/// Decoders of the channel, created with it or on first use.
+/// Decoders of the channel by method. Each is created with the channel or on first use.
 struct Decoders<'a> {
     id: u8,
     accelerator: Accelerator,
@@ -153,7 +154,7 @@ impl Decoders<'_> {
 }
 
 impl<'a> MultifdReceiver<'a> {
-    /// Creates a reader of `channel` for the calling thread. `load` is given if the source requests load reports.
+    /// Creates a reader of `channel` for the calling thread. `load` is `None` if the source does not request load reports.
     pub(crate) fn new(
         rules: ChannelRules,
         channel: &'a Stream,
@@ -170,7 +171,7 @@ impl<'a> MultifdReceiver<'a> {
             decoders: Decoders {
                 id: rules.id,
                 accelerator: match (rules.methods, rules.accelerator) {
-                    // The source selects the methods, so this side cannot require its own device.
+                    // The source selects the methods, so the destination cannot require its own accelerator.
                     (Methods::Each, Accelerator::Required(all)) => Accelerator::Auto(all),
                     (_, accelerator) => accelerator,
                 },
@@ -206,7 +207,7 @@ impl<'a> MultifdReceiver<'a> {
         })
     }
 
-    /// Reads until the channel ends or the sink stops it.
+    /// Reads packets until the channel ends, or `sink` stops it.
     pub(crate) fn run(mut self, sink: &mut dyn PageSink) -> Result<(), MigrationError> {
         loop {
             let id = self.id;
@@ -268,7 +269,7 @@ impl<'a> MultifdReceiver<'a> {
             }
             self.counters.add_bytes(header.payload_len());
         }
-        // Pages that were partly read ahead are already in this process.
+        // If pages were partly read ahead, they cannot be forwarded from the socket.
         let is_whole = packets.has_nothing_ahead() || !has_content;
         if header.method() == Method::None
             && is_whole
@@ -288,7 +289,7 @@ impl<'a> MultifdReceiver<'a> {
 }
 
 impl Payload<'_> {
-    /// Reads the pages of the packet with this header into `pages`.
+    /// Reads the pages of the packet with header `header` into guest memory `pages`.
     fn read(
         &mut self,
         packets: &mut PacketReader<'_>,

@@ -7,10 +7,10 @@
 //! auto            each packet as one of these, depending on the link and the CPUs
 //! ```
 //!
-//! Guest memory is copied before it is encoded: a codec whose input changes may write a stream that does not decode. With
-//! method none the kernel reads it; with `zero-copy-send` it does so when the destination reads the socket. A page that the
-//! guest changes during that time becomes dirty again and is sent once more. No data is left in a socket at the handover: the
-//! destination has acknowledged all of it by then.
+//! Guest memory is copied before it is encoded, because a codec whose input changes may write a stream that cannot be decoded.
+//! With method none, the kernel reads guest memory during the write. With `zero-copy-send`, the kernel reads it later, when the
+//! destination reads the socket. A page that the guest writes during that time is dirty again, and is sent once more. At the
+//! handover no data is left in a socket, because the destination has acknowledged all of it.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -45,11 +45,11 @@ use crate::stream::codec::Encoder;
 use crate::stream::pages::Pages;
 use crate::stream::return_path::{Answers, Messages};
 
-/// Maximum bytes of headers without payload (zero pages only) that are gathered before a write: a system call for each would
-/// cost more than the scan of its pages.
+/// Maximum bytes of headers without payload (only zero pages) that are collected before a write. One system call per header
+/// would cost more than the scan of its pages.
 const GATHERED_HEADERS: usize = 48 << 10;
 
-/// Wait for the destination's reason after it has closed a connection.
+/// Time to wait for the destination's reason, after the destination has closed a connection.
 const REASON_WAIT: Duration = Duration::from_millis(200);
 
 /// Content of the opening packet of each channel.
@@ -79,7 +79,7 @@ impl ChannelOpening {
     }
 }
 
-/// Connects to `to` once, and sends the token of `pass`, if there is one.
+/// Connects once to the address `to`. Sends the token `pass`, if there is one.
 pub(crate) fn connect_with(
     pass: Option<&ConnectionToken>,
     to: &Remote,
@@ -94,8 +94,8 @@ pub(crate) fn connect_with(
     Ok(stream)
 }
 
-/// Connects to `to`: first main, since receivers before QEMU 8.0 take the first connection for it, then the channels with their
-/// opening packets. Every connection begins with the token of `pass`, if there is one.
+/// Connects main and the multifd channels to the address `to`, and sends the channels' opening packets. Main is first, because
+/// a QEMU before 8.0 uses the first connection as main. Every connection begins with the token `pass`, if there is one.
 pub(crate) fn connect(
     to: &Remote,
     pass: Option<&ConnectionToken>,
@@ -123,15 +123,15 @@ pub(crate) fn connect(
     Ok((main, multifd))
 }
 
-/// Returns the destination's reason to abort, if it has sent one on any of `streams`. A Hotlift that rejects a channel's
-/// opening packet accepts no further channel.
+/// Returns the destination's reason for a failure, if the destination has sent one on any of `streams`. A Hotlift that rejects
+/// a channel's opening packet accepts no more channels.
 fn reason_on<'s>(streams: impl Iterator<Item = &'s Stream>) -> Option<MigrationError> {
     let deadline = Instant::now() + REASON_WAIT;
     let left = || deadline.saturating_duration_since(Instant::now());
     for stream in streams {
         let (answers, mut messages) =
             (Answers::new(&Life::default()), Messages::new(Channel::Main));
-        // Streams are also checked after the deadline: a silent one may precede one that has a reason.
+        // Each stream is also checked after the deadline: a silent stream may come before a stream with a reason.
         while matches!(stream.wait_readable(left()), Ok(true)) {
             match messages.read(stream, &answers, |_, _| Ok(())) {
                 Err(reason @ MigrationError::Destination { .. }) => return Some(reason),
@@ -148,9 +148,9 @@ fn reason_on<'s>(streams: impl Iterator<Item = &'s Stream>) -> Option<MigrationE
 pub(crate) struct MultifdSend {
     channels: Vec<OutChannel>,
     layout: PacketLayout,
-    /// Method of all packets; `None` if each has its own.
+    /// Method of all packets; `None` with method auto, which selects the method of each packet.
     method: Option<Method>,
-    /// QEMU's `packet_num`: counts the packets of all channels, SYNC packets included.
+    /// Count of the packets of all channels, including SYNC packets: QEMU's `packet_num`.
     packet_num: AtomicU64,
     with: Sending,
 }
@@ -158,11 +158,11 @@ pub(crate) struct MultifdSend {
 /// State that the channels share with the rest of the migration.
 #[derive(Debug)]
 pub(crate) struct Sending {
-    /// Selector of each packet's method, with method auto.
+    /// State of method auto; `None` with any other method.
     pub auto: Option<Arc<Auto>>,
     pub pacer: Arc<Pacer>,
     pub cpu: Arc<CpuBudget>,
-    /// Statistics of the encoding devices.
+    /// Statistics of the accelerators that encode.
     pub stats: Arc<AcceleratorStats>,
     pub life: Life,
 }
@@ -170,13 +170,13 @@ pub(crate) struct Sending {
 #[derive(Debug)]
 struct OutChannel {
     transport: Stream,
-    /// Lock of the writing thread: its worker, or a thread that forwards packets.
+    /// Lock for writing to the channel: a worker and a thread that forwards packets may use the same channel.
     turn: Mutex<()>,
     counters: Counters,
 }
 
 impl MultifdSend {
-    /// Wraps channels that were opened with `hello`.
+    /// Creates the state from `channels`, whose opening packets contained `hello`.
     pub(crate) fn new(channels: Vec<Stream>, hello: &Hello, with: Sending) -> Self {
         let counters = Counters::of_channels(channels.len());
         let channels = channels.into_iter().zip(counters);
@@ -204,15 +204,15 @@ impl MultifdSend {
         self.channels.is_empty()
     }
 
-    /// Returns the method selector, with method auto.
+    /// Returns the state of method auto; `None` with any other method.
     pub(crate) fn auto(&self) -> Option<&Auto> {
         self.with.auto.as_deref()
     }
 
-    /// Sets the reader of the channels. Must be called before the first packet.
+    /// Sets the program that reads the channels. Must be called before the first packet.
     ///
     /// # Errors
-    /// [`MigrationError::Mismatch`] if the reader cannot read their method.
+    /// [`MigrationError::Mismatch`] if the reader does not support the channels' method.
     pub(crate) fn reader_is(&self, reader: Reader) -> Result<(), MigrationError> {
         let only_ours = self.method.filter(|method| !method.is_qemus());
         if let (Reader::Qemu(_), Some(method)) = (reader, only_ours) {
@@ -224,7 +224,7 @@ impl MultifdSend {
         Ok(())
     }
 
-    /// Returns a channel whose connection the peer has closed.
+    /// Returns a channel whose connection the peer has closed; `None` if all are open.
     pub(crate) fn lost_channel(&self) -> Option<Channel> {
         let lost = self.sockets().position(Stream::is_hung_up)?;
         Some(Channel::Multifd(u8::try_from(lost).unwrap_or(u8::MAX)))
@@ -235,12 +235,12 @@ impl MultifdSend {
         self.channels.iter().map(|channel| &channel.transport)
     }
 
-    /// Returns the time per byte that `max-bandwidth` allows, in ns; 0 without a limit.
+    /// Returns the time per byte that the rate limit `max-bandwidth` enforces, in ns; 0 without a limit.
     pub(crate) fn paced_nanos_per_byte(&self) -> f64 {
         self.with.pacer.nanos_per_byte()
     }
 
-    /// Returns the pages and bytes sent so far.
+    /// Returns the counts of pages and bytes sent so far on all channels.
     pub(crate) fn counts(&self) -> Counts {
         self.channels
             .iter()
@@ -255,7 +255,7 @@ impl MultifdSend {
         }
     }
 
-    /// Sends a SYNC packet on every channel after the written packets. Continues after a channel that fails.
+    /// Sends a SYNC packet on every channel. If a channel fails, continues with the others and returns the first error.
     pub(crate) fn sync(&self) -> Result<(), MigrationError> {
         let mut writer = self.writer();
         let mut scratch = IoScratch::new();
@@ -299,7 +299,8 @@ impl MultifdSend {
         })
     }
 
-    /// Writes `bytes` bytes to a channel, paced, counted, and one thread at a time. Returns the delay by the pacer.
+    /// Writes `bytes` bytes to a channel: waits for the pacer (rate limiter), then for the channel's lock, and counts the
+    /// bytes. Returns the delay that the pacer has caused.
     fn write(
         &self,
         id: u8,
@@ -314,11 +315,11 @@ impl MultifdSend {
         Ok(held_back)
     }
 
-    /// Returns the bytes that wait to be sent on a channel; `None` if unknown.
+    /// Returns the count of bytes in a channel's socket that wait for the wire; `None` if unknown.
     fn queued(&self, id: u8, auto: &Auto) -> Option<u32> {
         if self.with.pacer.is_limited() {
-            // With `max-bandwidth` packets wait in the pacer, not in the socket. If it is behind, this packet is sent at once,
-            // as with an empty queue.
+            // With `max-bandwidth`, packets wait in the pacer, not in the socket. If less was sent than the limit allows, this
+            // packet is sent at once, as with an empty queue.
             return self.with.pacer.is_behind().then_some(0);
         }
         let socket = &self.channels[usize::from(id)].transport;
@@ -326,38 +327,38 @@ impl MultifdSend {
     }
 }
 
-/// Sender of one thread and channel; all buffers are reused from packet to packet.
+/// Sends packets on one channel, in one thread. Its buffers are reused for each packet.
 pub(crate) struct PacketSender<'a> {
     multifd: &'a MultifdSend,
     id: u8,
     writer: PacketWriter,
     coding: Coding<'a>,
     cpu: CpuShare<'a>,
-    /// Private copy of the packet's pages.
+    /// Copy of the packet's pages, which the guest cannot change.
     copy: Vec<u8>,
     payload: Vec<u8>,
-    /// Headers to write; a payload may follow the last.
+    /// Collected headers to write. Only the last header may have a payload.
     headers: Vec<u8>,
-    /// Limit of the gathered bytes.
+    /// Maximum size of the collected headers in bytes.
     gathered: usize,
     scratch: IoScratch,
-    /// Sends guest pages by reference, with method none.
+    /// Sends guest pages by reference. Set only with method none and `zero-copy-send`.
     splicer: Option<Splicer>,
 }
 
-/// Encoding of a thread's packets.
+/// Encoding of the packets that a thread sends.
 enum Coding<'a> {
     /// Uncompressed.
     Raw,
-    /// One method for all.
+    /// The same method for all packets.
     One(Encoder),
-    /// Method selected for each packet.
+    /// Method auto: selects the method of each packet.
     Auto(AutoEncoder<'a>),
 }
 
 impl<'a> PacketSender<'a> {
-    /// Creates the sender for channel `id`. With `gathers`, packets without content wait for one that has some, or for
-    /// [`PacketSender::sync`].
+    /// Creates the sender of channel `id`. With `gathers`, headers of packets without content are collected. They are written
+    /// with the next packet that has content, or by [`PacketSender::sync`].
     pub(crate) fn new(
         multifd: &'a MultifdSend,
         id: u8,
@@ -379,7 +380,7 @@ impl<'a> PacketSender<'a> {
         };
         let socket = &multifd.channels[usize::from(id)].transport;
         let by_reference = !matches!(coding, Coding::One(_)) && socket.is_plain();
-        // The system may refuse a pipe (`pipe-user-pages-soft`); copying always works.
+        // The system may refuse a pipe (`pipe-user-pages-soft`). Copying always works.
         let splicer = (by_reference && options.zero_copy_send)
             .then(|| Splicer::new().ok())
             .flatten();
@@ -399,7 +400,7 @@ impl<'a> PacketSender<'a> {
         })
     }
 
-    /// Starts the clock after a wait for something to send.
+    /// Starts the clock of method auto, after a wait for pages to send.
     pub(crate) fn begin(&mut self) {
         if let Coding::Auto(auto) = &mut self.coding {
             auto.begin();
@@ -516,7 +517,7 @@ impl<'a> PacketSender<'a> {
         Ok(())
     }
 
-    /// Sends a SYNC packet: everything before it on this channel belongs before the barrier.
+    /// Sends a SYNC packet on this channel. The destination processes all earlier packets before it passes the barrier.
     pub(crate) fn sync(&mut self) -> Result<(), MigrationError> {
         let multifd = self.multifd;
         if let Coding::Auto(auto) = &mut self.coding {
@@ -538,7 +539,8 @@ impl<'a> PacketSender<'a> {
     }
 }
 
-/// Writes the gathered headers and the last one's payload. Returns the delay by the pacer.
+/// Writes the collected headers, and the payload of the last header. Returns the delay that the pacer (rate limiter) has
+/// caused.
 fn write(
     multifd: &MultifdSend,
     id: u8,
@@ -570,7 +572,7 @@ fn copy(runs: &[GuestRun<'_>], length: usize, into: &mut Vec<u8>) {
     }
 }
 
-/// Forwarder of packets of method none, which does not read their pages.
+/// Forwards packets of method none from socket to socket, without reading their pages.
 pub(crate) struct PacketForwarder<'a> {
     multifd: &'a MultifdSend,
     id: u8,
@@ -579,7 +581,7 @@ pub(crate) struct PacketForwarder<'a> {
 }
 
 impl<'a> PacketForwarder<'a> {
-    /// Creates the forwarder for incoming channel `channel`; `None` if pages cannot go out to a socket unchanged.
+    /// Creates the forwarder for the incoming channel `channel`. Returns `None` if pages cannot be forwarded unchanged.
     pub(crate) fn new(multifd: &'a MultifdSend, channel: u8) -> Option<Self> {
         let id = usize::from(channel).checked_rem(multifd.len())?;
         let socket = &multifd.channels[id].transport;
@@ -590,12 +592,12 @@ impl<'a> PacketForwarder<'a> {
             multifd,
             id: u8::try_from(id).ok()?,
             writer: multifd.writer(),
-            // The system may refuse a pipe (`pipe-user-pages-soft`); copying always works.
+            // The system may refuse a pipe (`pipe-user-pages-soft`). Copying always works.
             forwarder: Forwarder::new().ok()?,
         })
     }
 
-    /// Sends a packet whose `normal` pages are the next bytes of `from`.
+    /// Forwards one packet. The content of its pages `normal` is the next bytes of `from`.
     pub(crate) fn forward(
         &mut self,
         from: &Stream,

@@ -1,7 +1,8 @@
 //! Reads headers and payloads of one multifd channel.
 //!
-//! Packets without payload come in long sequences (a guest full of zero pages): after such a packet several headers are read at
-//! once. After a payload exactly one header is read, so that the next payload can go from the socket directly to guest memory.
+//! Packets without payload come in long sequences (a guest full of zero pages). So after a packet without payload, several
+//! headers are read at once. After a payload exactly one header is read. Then the next payload can be read from the socket
+//! directly into guest memory.
 
 use std::io::{self, Read};
 
@@ -9,14 +10,14 @@ use hotlift_mem::GuestRun;
 use hotlift_mem::sock::IoScratch;
 use hotlift_net::transport::Stream;
 
-/// Maximum count of headers read at once.
+/// Maximum count of headers in one read.
 const READ_AHEAD_HEADERS: usize = 48;
 
 pub(super) struct PacketReader<'a> {
     channel: &'a Stream,
     header_len: usize,
     buffer: Vec<u8>,
-    /// Part of `buffer` that was read and not yet taken.
+    /// Range of `buffer` that was read, but not taken yet.
     unread: std::ops::Range<usize>,
     had_payload: bool,
     scratch: IoScratch,
@@ -34,7 +35,7 @@ impl<'a> PacketReader<'a> {
         }
     }
 
-    /// Returns the next header, or `None` if the channel ends between packets.
+    /// Reads the next header. Returns `None` if the channel has ended between two packets.
     pub(super) fn header(&mut self) -> io::Result<Option<&[u8]>> {
         if self.unread.len() < self.header_len {
             self.buffer.copy_within(self.unread.clone(), 0);
@@ -81,17 +82,17 @@ impl<'a> PacketReader<'a> {
         self.channel.read_pages(&runs[filled..], &mut self.scratch)
     }
 
-    /// Returns true if nothing after the header was read ahead.
+    /// Returns true if no bytes after the current header were read ahead.
     pub(super) fn has_nothing_ahead(&self) -> bool {
         self.unread.is_empty()
     }
 
-    /// Records that the caller has read the payload from the socket.
+    /// Records that the caller has read the payload directly from the socket.
     pub(super) fn payload_was_taken(&mut self) {
         self.had_payload = true;
     }
 
-    /// Reads a payload.
+    /// Reads the payload of the current packet.
     pub(super) fn payload(&mut self, payload: &mut [u8]) -> io::Result<()> {
         self.had_payload = true;
         let buffered = payload.len().min(self.unread.len());

@@ -1,18 +1,18 @@
-//! Content of a packet's pages, in guest memory or in a copy.
+//! Content of a packet's pages: guest memory, or a copy.
 
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 
 /// Content of a packet's pages, in the order of their offsets.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Pages<'p, 'm> {
-    /// Guest memory, which may change during a read.
+    /// Guest memory, which the guest may change during a read.
     Guest(&'p [GuestRun<'m>]),
     /// Memory that no other thread writes.
     Private(&'p [u8]),
 }
 
 impl Pages<'_, '_> {
-    /// Appends `pages` of the pages, evenly spread, to `into`.
+    /// Appends the content of `pages` pages to `into`, evenly spread over the packet.
     pub(crate) fn sample(&self, pages: usize, into: &mut Vec<u8>) {
         let length = match self {
             Self::Guest(runs) => runs.iter().map(GuestRun::len).sum(),

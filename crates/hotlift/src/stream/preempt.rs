@@ -1,7 +1,8 @@
-//! The connection for requested pages only (capability `postcopy-preempt`), and for one more page at the end if there were
-//! none.
+//! The connection only for requested pages (capability `postcopy-preempt`). If no page was requested, one page is sent on it at
+//! the end.
 //!
-//! It is made just before the switch, and has no sections around its records. A QEMU sends nothing on it before the first
+//! The source makes the connection just before the switch to postcopy. Its records are not in sections. A QEMU sends nothing on
+//! it before the first record. A source whose peer is a Hotlift first sends the migration's id.
 //! record; a source that knows its peer as a Hotlift sends it the migration's name first.
 
 use std::net::Shutdown;
@@ -25,15 +26,15 @@ use crate::lock::lock;
 use crate::stream::main_recv::WaitCondition;
 use crate::stream::main_send::PageRecords;
 
-/// Size of one read: some pages.
+/// Size of one read in bytes: some pages.
 const READ: usize = 64 << 10;
 
-/// Incoming connection, which may arrive later.
+/// Incoming connection for requested pages. It may arrive later.
 #[derive(Debug)]
 pub(crate) struct PreemptIn(WaitMutex<Option<Arc<Stream>>>);
 
 impl PreemptIn {
-    /// Creates an empty slot for a migration with this lifetime.
+    /// Creates the state before the connection arrives. Changes of `life` end its waits.
     pub(crate) fn new(life: &Life) -> Self {
         Self(WaitMutex::new(life, None))
     }
@@ -43,22 +44,22 @@ impl PreemptIn {
         self.0.change(|arrived| *arrived = Some(Arc::new(stream)));
     }
 
-    /// Returns true if it has arrived.
+    /// Returns true if the connection has arrived.
     pub(crate) fn is_here(&self) -> bool {
         self.0.lock().is_some()
     }
 
-    /// Shuts the connection down: no more data is expected.
+    /// Shuts the connection down, because no more data is expected.
     pub(crate) fn end(&self) {
         if let Some(stream) = &*self.0.lock() {
             stream.shutdown(Shutdown::Both);
         }
     }
 
-    /// Waits up to `timeout` for its arrival.
+    /// Waits, for at most `timeout`, until the connection arrives.
     ///
     /// # Errors
-    /// The error of `waiting`; [`MigrationError::Timeout`].
+    /// The error of `waiting`; [`MigrationError::Timeout`] after `timeout`.
     pub(crate) fn wait_for(
         &self,
         timeout: Duration,
@@ -73,7 +74,7 @@ impl PreemptIn {
     }
 }
 
-/// Returns the error for a connection that the peer should have made.
+/// Returns the error for a peer that did not make the connection within the time `waited`.
 pub(crate) fn missing_preempt(waited: Duration) -> MigrationError {
     MigrationError::Timeout {
         waiting_for: "the preempt channel (check the source's capability postcopy-preempt)"
@@ -82,11 +83,11 @@ pub(crate) fn missing_preempt(waited: Duration) -> MigrationError {
     }
 }
 
-/// Passes each page of `stream` to `take`, with its RAM block and byte offset, until the stream ends.
+/// Reads pages from `stream` until it ends. Calls `take` with each page: RAM block, byte offset and content.
 ///
 /// # Errors
-/// [`MigrationError::Connection`], [`MigrationError::Wire`], [`MigrationError::Closed`] within a record, and the error of
-/// `take`.
+/// [`MigrationError::Connection`], [`MigrationError::Wire`] for an invalid record, [`MigrationError::Closed`] if the stream
+/// ends within a record, and the error of `take`.
 pub(crate) fn read_pages(
     stream: &Stream,
     blocks: &[RamBlockEntry],
@@ -130,20 +131,20 @@ pub(crate) fn read_pages(
     }
 }
 
-/// Outgoing connection.
+/// Outgoing connection for requested pages.
 pub(crate) struct PreemptOut {
     stream: Stream,
     counters: Arc<Counters>,
-    /// Buffer of the record being written; serializes the writers.
+    /// Buffer of the records to write. Its lock allows one writer at a time.
     out: Mutex<Vec<u8>>,
-    /// True once a page was sent on it.
+    /// True once a page was sent on this connection.
     is_used: AtomicBool,
     /// True once the peer has read a page.
     was_read: AtomicBool,
 }
 
 impl PreemptOut {
-    /// Wraps a connection, whose bytes `counters` counts.
+    /// Creates the state of a connection. `counters` counts its bytes.
     pub(crate) fn new(stream: Stream, counters: Arc<Counters>) -> Self {
         Self {
             stream,
@@ -154,11 +155,11 @@ impl PreemptOut {
         }
     }
 
-    /// Returns true if the peer accepts pages on it. A QEMU without `postcopy-preempt` accepts the connection and closes it;
-    /// one with it keeps the connection open until main's END.
+    /// Returns true if the peer keeps the connection open. A QEMU without `postcopy-preempt` accepts the connection, then
+    /// closes it. A QEMU with `postcopy-preempt` keeps it open until main's END.
     ///
     /// # Errors
-    /// [`MigrationError::Closed`] if pages were sent on a closed connection: they are lost.
+    /// [`MigrationError::Closed`] if the connection was closed after pages were sent on it, because these pages are lost.
     pub(crate) fn is_taken(&self) -> Result<bool, MigrationError> {
         match (self.stream.is_hung_up(), self.is_used()) {
             (false, _) => Ok(true),
@@ -167,15 +168,15 @@ impl PreemptOut {
         }
     }
 
-    /// Returns true if pages were sent on it.
+    /// Returns true if pages were sent on this connection.
     pub(crate) fn is_used(&self) -> bool {
         self.is_used.load(Ordering::Acquire)
     }
 
-    /// Returns true if the peer (UNIX socket) or its kernel (TCP) had, at the time of any call, read everything sent until
-    /// then, or if the peer has closed the connection.
+    /// Returns true once the peer has read all data sent before this call or an earlier call. Over TCP, it is enough that the
+    /// peer's kernel has received the data. Also returns true if the peer has closed the connection.
     pub(crate) fn is_read(&self) -> bool {
-        // Bytes that are being written have not been read.
+        // A write in progress means that the peer cannot have read everything.
         let is_whole =
             self.is_used() && !matches!(self.out.try_lock(), Err(TryLockError::WouldBlock));
         if is_whole && self.stream.is_delivered() {
@@ -184,13 +185,13 @@ impl PreemptOut {
         self.was_read.load(Ordering::Acquire) || self.stream.is_hung_up()
     }
 
-    /// Sends pages of the RAM block `block`.
+    /// Sends pages of RAM block `block`.
     ///
     /// # Errors
     /// [`MigrationError::Connection`].
     pub(crate) fn pages(&self, block: &str, pages: &PageRecords<'_>) -> Result<(), MigrationError> {
         let mut out = lock(&self.out);
-        // Between two writes: a thread that writes without pause leaves no other moment to check.
+        // Checks between two writes, because a thread that writes without pause leaves no other time to check.
         if self.is_used.swap(true, Ordering::AcqRel) && self.stream.is_delivered() {
             self.was_read.store(true, Ordering::Release);
         }
@@ -205,7 +206,7 @@ impl PreemptOut {
         self.write(&out)
     }
 
-    /// Reports that no more pages follow, to a QEMU that waits for this.
+    /// Sends the message that no more pages follow. Needed for a QEMU that waits for this message.
     ///
     /// # Errors
     /// [`MigrationError::Connection`].
@@ -216,7 +217,7 @@ impl PreemptOut {
         self.write(&out)
     }
 
-    /// Shuts the connection down, which ends every wait for it.
+    /// Shuts the connection down, which ends every wait for data on it.
     pub(crate) fn shut(&self) {
         self.stream.shutdown(Shutdown::Both);
     }

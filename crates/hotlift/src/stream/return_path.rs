@@ -1,4 +1,4 @@
-//! Receiving end of the return path: the destination's messages, and their summary so far.
+//! Receiving end of the return path: reads the destination's messages, and keeps their current state.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -21,15 +21,15 @@ use crate::life::wait_mutex::WaitMutex;
 use crate::life::{LONG, Life};
 use crate::stream::handshake;
 
-/// Message decoder of one connection.
+/// Reads and decodes the messages of one connection.
 #[derive(Debug)]
 pub(crate) struct Messages {
     channel: Channel,
     /// Bytes of an incomplete message.
     pending: Vec<u8>,
-    /// True if `pending` may hold complete messages.
+    /// True if `pending` may contain complete messages.
     has_more: bool,
-    /// True once the connection has brought the destination's reason to abort.
+    /// True once the destination has sent the reason of its failure on this connection.
     explained: bool,
 }
 
@@ -43,18 +43,18 @@ impl Messages {
         }
     }
 
-    /// Starts with bytes of the connection that were read elsewhere and not taken.
+    /// Starts with `bytes`, which another reader has read from the connection but not processed.
     pub(crate) fn begin_with(&mut self, bytes: Vec<u8>) {
         self.has_more = !bytes.is_empty();
         self.pending = bytes;
     }
 
-    /// Waits for bytes, and passes every complete message to `answers`. Messages for another reader go to `others`, with their
-    /// bytes. Returns false at the end of the connection.
+    /// Waits for data, and records every complete message in `answers`. Calls `others` with a message that is for another
+    /// reader, and with its bytes. Returns false at the end of the connection.
     ///
     /// # Errors
     /// [`MigrationError::Connection`], [`MigrationError::Wire`] for an invalid message, and the errors of `answers` and
-    /// `others`. After an error nothing more may be read.
+    /// `others`. After an error the connection must not be read.
     pub(crate) fn read(
         &mut self,
         stream: &Stream,
@@ -74,7 +74,7 @@ impl Messages {
             self.pending.extend_from_slice(&here[..read]);
             is_open = read > 0;
         }
-        // The bytes are a TLS alert, no message: our stream was no handshake.
+        // The bytes are not a message, but a TLS alert: the peer expected a TLS handshake.
         if self.pending.starts_with(&ALERT_BEGINS) {
             return Err(MigrationError::SpeaksTls);
         }
@@ -103,15 +103,15 @@ impl Messages {
     }
 }
 
-/// A connection that is read.
+/// A connection from which messages are read.
 struct Peer<'s> {
     stream: &'s Stream,
     messages: Messages,
     is_open: bool,
 }
 
-/// Reads `streams`, main before the multifd channels, until all have ended. `others` takes messages for another reader. `lost`
-/// takes the reason of an early end of a connection, before any wait for an answer ends.
+/// Reads messages from `streams` (main before the multifd channels) until all have ended. Calls `others` with messages for
+/// another reader. If a connection ends early, calls `lost` with the reason, before any wait for an answer ends.
 pub(crate) fn listen<'s>(
     streams: impl Iterator<Item = &'s Stream>,
     answers: &Answers,
@@ -154,10 +154,10 @@ pub(crate) fn listen<'s>(
     }
 }
 
-/// Waits for peers that are readable or have ended, and returns their indexes.
+/// Waits until at least one connection has data or has ended. Returns the indexes of these connections.
 fn readable(peers: &[Peer<'_>]) -> Vec<usize> {
     if let [_] = peers {
-        // Its read blocks anyway.
+        // With one connection no wait is needed here, because its read blocks.
         return vec![0];
     }
     let all = 0..peers.len();
@@ -169,11 +169,11 @@ fn readable(peers: &[Peer<'_>]) -> Vec<usize> {
         .iter()
         .map(|peer| PollFd::new(peer.stream, PollFlags::IN));
     let mut fds: Vec<_> = fds.collect();
-    // Interrupted, or no memory for the call: the caller retries.
+    // The wait was interrupted, or the kernel has no memory for it: the caller retries.
     if rustix::event::poll(&mut fds, None).is_err() {
         return Vec::new();
     }
-    // A read of a partial record would block, and there are other connections.
+    // Excludes a partial TLS record, because its read would block while other connections have data.
     let answers = |stream: &Stream| {
         stream.is_plain() || !matches!(stream.wait_readable(Duration::ZERO), Ok(false))
     };
@@ -181,8 +181,9 @@ fn readable(peers: &[Peer<'_>]) -> Vec<usize> {
         .collect()
 }
 
-/// Reads from a connection that another thread writes to. Linux wakes a thread that blocks in a read of a UNIX socket whenever
-/// the peer reads from the other direction: 27,000 times per GiB, 0.1 s of CPU. A thread in `poll` keeps sleeping.
+/// Reads from a connection that another thread writes to. Waits with `poll` first: Linux wakes a thread that blocks in a read
+/// of a UNIX socket whenever the peer reads in the other direction. That was 27,000 wake-ups per GiB, or 0.1 s of CPU time. A
+/// thread in `poll` is not woken.
 fn read_when_there(stream: &Stream, into: &mut [u8]) -> io::Result<usize> {
     while !stream.wait_readable(LONG)? {}
     stream.read_some(into)
@@ -190,31 +191,32 @@ fn read_when_there(stream: &Stream, into: &mut [u8]) -> io::Result<usize> {
 
 #[derive(Debug, Default)]
 struct ReceivedMessages {
-    /// Features accepted by a Hotlift, and the migration's name; the first message is final.
+    /// Features that a Hotlift destination accepts, and the id that it gave the migration. The first message counts; later ones
+    /// are ignored.
     accepted: Option<Accepted>,
-    /// This side's unanswered PINGs, oldest first.
+    /// Values of PINGs that the destination has not answered yet, the oldest first.
     unanswered: VecDeque<u32>,
-    /// True once SHUT is a statement about the guest; before, it only ends the migration.
+    /// True after the commit. Then SHUT is a statement about the guest. Before the commit, SHUT only ends the migration.
     is_committed: bool,
-    /// True for a postcopy: a SHUT without an error message proves nothing, a guest that already ran also causes one.
+    /// True in postcopy. Then a SHUT without an error message proves nothing: a guest that already ran also causes one.
     is_postcopy: bool,
     statement: Option<DestinationStatement>,
     /// State of the guest at the destination.
     doing: GuestActivity,
     /// The destination's error text.
     reason: Option<String>,
-    /// True once no connection is left to read.
+    /// True once all connections have ended, so that no more messages can arrive.
     ended: bool,
-    /// True once the migration has ended elsewhere.
+    /// True once another thread has ended the migration.
     aborted: bool,
 }
 
-/// The destination's messages: stored by the reader thread, awaited by the main thread.
+/// Messages that the destination has sent. The reader thread records them, and the main thread waits for them.
 #[derive(Debug)]
 pub(crate) struct Answers(WaitMutex<ReceivedMessages>);
 
 impl Answers {
-    /// Creates an empty record for a migration with this lifetime.
+    /// Creates the state before the first message. Changes of `life` end its waits.
     pub(crate) fn new(life: &Life) -> Self {
         Self(WaitMutex::new(life, ReceivedMessages::default()))
     }
@@ -227,7 +229,7 @@ impl Answers {
         self.0.change(change);
     }
 
-    /// Waits up to `timeout`, as long as `waits` returns true.
+    /// Waits, for at most `timeout`, while `waits` returns true.
     fn wait_while(
         &self,
         timeout: Duration,
@@ -240,22 +242,23 @@ impl Answers {
         self.lock()
     }
 
-    /// Registers a PING with this value, which is sent next.
+    /// Registers a PING with the value `ping`. The caller must send it next.
     pub(crate) fn ask(&self, ping: u32) {
         self.record(|received| received.unanswered.push_back(ping));
     }
 
-    /// Returns the value of the oldest unanswered PING.
+    /// Returns the value of the oldest unanswered PING; `None` if all are answered.
     pub(crate) fn next_pong(&self) -> Option<u32> {
         self.lock().unanswered.front().copied()
     }
 
-    /// Accepts the destination's statement about the guest from now on.
+    /// Records the commit: from now on SHUT is a statement about the guest.
     pub(crate) fn commit(&self) {
         self.record(|received| received.is_committed = true);
     }
 
-    /// Accepts statements like [`Answers::commit`], for a postcopy: at its end the destination reports that it has all pages.
+    /// Records the commit of a postcopy: from now on SHUT is a statement about the guest. At the end the destination states
+    /// that it has all pages.
     pub(crate) fn serve(&self) {
         self.record(|received| {
             received.is_committed = true;
@@ -263,23 +266,23 @@ impl Answers {
         });
     }
 
-    /// Records that no more messages follow.
+    /// Records that no more messages can arrive.
     pub(crate) fn end(&self) {
         self.record(|received| received.ended = true);
     }
 
-    /// Returns the destination's statement about the guest.
+    /// Returns the destination's statement about the guest; `None` if there is none yet.
     pub(crate) fn statement(&self) -> Option<DestinationStatement> {
         self.lock().statement
     }
 
-    /// Ends all waits.
+    /// Ends the waits for PINGs, because the migration has ended.
     pub(crate) fn abort(&self) {
         self.record(|received| received.aborted = true);
     }
 
-    /// Processes a message. Returns false if it is for another reader. `explained` is true if its connection has brought a
-    /// reason to abort.
+    /// Processes a message. Returns false if the message is for another reader. `explained` is true if the destination has sent
+    /// the reason of its failure on the same connection.
     fn take(&self, message: &ReturnMessage<'_>, explained: bool) -> Result<bool, MigrationError> {
         let mut received = self.lock();
         match *message {
@@ -296,7 +299,7 @@ impl Answers {
                 let statement = DestinationStatement::of_shut(value, explained, in_words);
                 received.statement = received.statement.or(statement);
             }
-            // Before this side's commit, SHUT is a failure, whatever its value. A refusal is kept: it stays valid if another
+            // Before the commit, any SHUT is a failure. A refusal is recorded as a statement, because it stays valid if another
             // thread commits at the same time.
             ReturnMessage::Shut(value) => {
                 let statement =
@@ -306,7 +309,7 @@ impl Answers {
                     .or(statement.filter(|statement| *statement == DestinationStatement::Never));
                 return Err(refusal(&received));
             }
-            // The message is ignored while the guest still runs here.
+            // Before the commit the message is ignored, because the guest still runs at the source.
             ReturnMessage::GuestActivity(doing) if received.is_committed => received.doing = doing,
             ReturnMessage::GuestActivity(_) => {}
             ReturnMessage::ErrorText(text) => {
@@ -319,11 +322,11 @@ impl Answers {
         Ok(true)
     }
 
-    /// Waits until all PINGs sent so far are answered. Calls `doing`, which may end the wait, at least once per `every` and at
-    /// each change of the lifetime. `limit` is a timeout with the name of the awaited event.
+    /// Waits until all PINGs sent so far are answered. Calls `doing` at least once per `every`, and at each change of the
+    /// lifetime; an error of `doing` ends the wait. `limit` is a timeout, with the name of the awaited event.
     ///
     /// # Errors
-    /// The error of `doing`; [`MigrationError::Timeout`]; [`MigrationError::Closed`] if no answer can come.
+    /// The error of `doing`; [`MigrationError::Timeout`]; [`MigrationError::Closed`] if no answer can arrive any more.
     pub(crate) fn await_answers<E: From<MigrationError>>(
         &self,
         limit: Option<(Duration, &str)>,
@@ -341,7 +344,7 @@ impl Answers {
             match (ended, limit) {
                 (Some(true), _) => return Ok(()),
                 (Some(false), _) => {
-                    // `doing` may return the cause of the end.
+                    // `doing` may know the cause of the end, and return it.
                     doing()?;
                     let closed = MigrationError::main_closed;
                     let refused = self.ended(closed()).err();
@@ -359,10 +362,10 @@ impl Answers {
         }
     }
 
-    /// Returns true if the destination, which has answered `offer`, is a Hotlift.
+    /// Returns true if the destination is a Hotlift. Must be called after the destination has answered `offer`.
     ///
     /// # Errors
-    /// [`MigrationError::Mismatch`] if it reads another stream than offered.
+    /// [`MigrationError::Mismatch`] if the destination does not accept the stream that `offer` describes.
     pub(crate) fn opened(&self, offer: Offer) -> Result<bool, MigrationError> {
         match self.lock().accepted {
             Some(accepted) => {
@@ -382,19 +385,19 @@ impl Answers {
         }
     }
 
-    /// Returns true if the destination is a Hotlift that accepts `feature`.
+    /// Returns true if the destination is a Hotlift that accepts the stream feature `feature`.
     pub(crate) fn takes(&self, feature: Features) -> bool {
         let accepted = self.lock().accepted;
         accepted.is_some_and(|accepted| accepted.features.contains(feature))
     }
 
-    /// Returns the migration's name by a Hotlift destination.
+    /// Returns the id that a Hotlift destination gave the migration; `None` before its first message, or for a QEMU.
     pub(crate) fn id(&self) -> Option<MigrationId> {
         self.lock().accepted.map(|accepted| accepted.id)
     }
 
-    /// Waits for the destination's statement about the guest, as long as a connection may bring one. Nothing cancels this wait:
-    /// the guest may be running.
+    /// Waits for the destination's statement about the guest. Returns `None` after `timeout`, or once all connections have
+    /// ended. A cancel does not end this wait, because the guest may already run at the destination.
     pub(crate) fn wait_statement(&self, timeout: Duration) -> Option<DestinationStatement> {
         self.wait_while(timeout, |received| {
             received.statement.is_none() && !received.ended
@@ -402,7 +405,7 @@ impl Answers {
         .statement
     }
 
-    /// Waits like [`Answers::wait_statement`], and also returns the guest's state at the destination.
+    /// Waits like [`Answers::wait_statement`]. Also returns the guest's state at the destination.
     pub(crate) fn wait_statement_and_activity(
         &self,
         timeout: Duration,
@@ -411,7 +414,7 @@ impl Answers {
         Some((statement, self.lock().doing))
     }
 
-    /// Waits up to `timeout` for the destination's reason to abort.
+    /// Waits, for at most `timeout`, for the reason of the destination's failure. Returns `None` if no reason arrives.
     pub(crate) fn wait_reason(&self, timeout: Duration) -> Option<String> {
         let received = self.wait_while(timeout, |received| {
             received.reason.is_none() && !received.ended
@@ -419,22 +422,23 @@ impl Answers {
         received.reason.clone()
     }
 
-    /// Stores a reason for a destination that sends none.
+    /// Records `reason` as the destination's reason, unless the destination has sent a reason.
     pub(crate) fn explain(&self, reason: &str) {
         self.record(|received| {
             received.reason.get_or_insert_with(|| reason.to_owned());
         });
     }
 
-    /// Returns the error for the destination's refusal to run the guest, with its text.
+    /// Returns the error for a destination that refuses to run the guest, with the reason that the destination has sent.
     pub(crate) fn refusal(&self) -> MigrationError {
         refusal(&self.lock())
     }
 
-    /// Evaluates the end of the only connection: no error after a final statement.
+    /// Handles the end of the only connection. Returns success if the destination has stated that the guest runs or that it has
+    /// all pages.
     ///
     /// # Errors
-    /// The destination's refusal, or `lost`, which is the cause of the connection's end.
+    /// The destination's refusal if it has sent one, otherwise `lost`, which is the cause of the connection's end.
     pub(crate) fn ended(&self, lost: MigrationError) -> Result<(), MigrationError> {
         let received = self.lock();
         match received.statement {
@@ -464,7 +468,7 @@ fn refusal(received: &ReceivedMessages) -> MigrationError {
     }
 }
 
-/// Guard that ends the waits for answers when the reader thread ends, for whatever reason.
+/// Guard that ends the waits for answers when the reader thread ends, even after a panic.
 pub(crate) struct AnswersGuard<'a>(pub &'a Answers);
 
 impl Drop for AnswersGuard<'_> {
@@ -473,11 +477,11 @@ impl Drop for AnswersGuard<'_> {
     }
 }
 
-/// Encodes `messages`.
+/// Encodes `messages` one after another.
 pub(crate) fn encode(messages: &[ReturnMessage<'_>]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for message in messages {
-        // Only block names can be rejected, and these messages have none.
+        // Encoding can fail only for a block name, and these messages have none.
         let _ = message.encode(&mut bytes);
     }
     bytes

@@ -1,4 +1,4 @@
-//! Serves a destination's listener during a migration, and until the source knows the outcome.
+//! Serves a destination's listener: during a migration, and afterwards until the source knows the outcome.
 
 use std::time::{Duration, Instant};
 
@@ -10,17 +10,17 @@ use crate::handover::settle::{AnswerPeriod, Confirmation};
 use crate::life::Life;
 use crate::stream::accept_loop::{AcceptLoop, QuerySubject};
 
-/// Pause after an error of the listener (for example no file descriptors left), before the next attempt.
+/// Pause before the next attempt, after an error of the listener (for example no free file descriptors).
 const RETRY: Duration = Duration::from_millis(100);
 
-/// Size of one read of the data that a source sends after its commit.
+/// Size in bytes of one read of the data that a source sends after its commit.
 const READ: usize = 4 << 10;
 
-/// Callback that takes further connections of the migration out of the arrivals.
+/// Callback that takes additional connections of the migration out of the list of arrivals.
 pub(crate) type LateConnectionHandler<'f> = &'f dyn Fn(&mut AcceptLoop<'_>, &mut Vec<Admitted>);
 
-/// Answers queries and rejects unknown clients until the peer of `stop` closes. Calls `further` after each event, and at least
-/// once per `every`.
+/// Answers outcome queries and rejects unknown clients, until the peer of `stop` sends data or closes. Calls `further` after
+/// each event, and at least once per `every`.
 pub(crate) fn serve_queries(
     accept_loop: &mut AcceptLoop<'_>,
     asked: &QuerySubject<'_>,
@@ -42,15 +42,16 @@ pub(crate) fn serve_queries(
     }
 }
 
-/// A connection of the migration on which the source may confirm that it knows the outcome.
+/// A connection of the migration on which the source may confirm that it knows the outcome of the handover.
 struct LingeringConnection<'a> {
     stream: &'a Stream,
     last: Confirmation,
     open: bool,
 }
 
-/// Answers queries until the source confirms that it knows the outcome (on `streams` or after a query), or until it can no
-/// longer ask ([`AnswerPeriod`]). `read_ahead` holds bytes already read from the first stream.
+/// Answers outcome queries until the source confirms that it knows the outcome. The source confirms on one of `streams`, or
+/// after a query. Also returns once the source can no longer ask ([`AnswerPeriod`]). `read_ahead` are bytes already read from
+/// the first stream.
 pub(crate) fn linger(
     accept_loop: &mut AcceptLoop<'_>,
     asked: &QuerySubject<'_>,
@@ -93,7 +94,7 @@ pub(crate) fn linger(
 }
 
 impl LingeringConnection<'_> {
-    /// Reads what has arrived.
+    /// Reads all data that has arrived, and records a confirmation.
     fn read(&mut self, asked: &QuerySubject<'_>) {
         let mut bytes = [0; READ];
         while self.open && matches!(self.stream.wait_readable(Duration::ZERO), Ok(true)) {

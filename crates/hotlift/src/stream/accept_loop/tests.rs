@@ -1,4 +1,4 @@
-//! Tests of the classifier on a virtual clock against a model: seeded arrivals of every kind.
+//! Tests of the accept loop against a model, on a virtual clock, with random arrivals of every kind from a seed.
 
 use std::collections::BTreeMap;
 
@@ -16,17 +16,17 @@ const ARRIVALS: u64 = 100;
 /// Milliseconds since the start.
 type Time = u64;
 
-/// A client: the bytes that it has sent by a given time, and the time when it closes its side.
+/// A client: the bytes that it has sent at a given time, and the time when it closes its side.
 struct Client {
     stream: Stream,
     comes: Time,
     bytes: Vec<u8>,
-    /// Pairs of a time, and the count of bytes that are sent from that time on.
+    /// Pairs: a time, and the count of bytes that the client has sent from that time on.
     plan: Vec<(Time, usize)>,
     closes: Option<Time>,
     sent: usize,
     is_closed: bool,
-    /// True if a byte of its token was flipped.
+    /// True if a byte of the client's token is wrong.
     has_no_token: bool,
 }
 
@@ -42,7 +42,7 @@ enum Outcome {
 struct Waiting {
     client: usize,
     since: Time,
-    /// Consumed bytes of its token.
+    /// Count of the token's bytes that were consumed.
     taken: usize,
 }
 
@@ -132,7 +132,7 @@ impl Model {
     }
 }
 
-/// Returns a client and the server's end of its connection.
+/// Creates a client. Also returns the server's end of the client's connection.
 fn client(rng: &mut fastrand::Rng, needs_pass: bool, comes: Time) -> (Client, Stream) {
     let opening = InitialPacket {
         uuid: [7; 16],
@@ -201,7 +201,7 @@ impl Client {
         let due = self.plan.iter().filter(|(at, _)| *at <= now);
         let due = due.map(|(_, sent)| *sent).max().unwrap_or(0);
         if due > self.sent {
-            // The server may have closed it.
+            // The server may have closed the connection.
             let _ = (&self.stream).write_all(&self.bytes[self.sent..due]);
             self.sent = due;
         }
@@ -211,14 +211,14 @@ impl Client {
         }
     }
 
-    /// Returns the time of its next action after `now`.
+    /// Returns the time of the client's next action after `now`; `None` if there is none.
     fn next(&self, now: Time) -> Option<Time> {
         let times = self.plan.iter().map(|(at, _)| *at);
         let times = times.chain(self.closes).chain([self.comes]);
         times.filter(|at| *at > now).min()
     }
 
-    /// Returns the outcome that the client sees; `None` while its connection is open.
+    /// Returns the outcome that the client sees; `None` while the client's connection is open.
     fn outcome(&self) -> Option<Outcome> {
         let mut first = [0; 2];
         match self.stream.peek(&mut first) {
@@ -230,7 +230,7 @@ impl Client {
     }
 }
 
-/// Runs one seed, and returns the number of arrivals.
+/// Runs the test with one seed. Returns the count of arrivals.
 fn run(seed: u64) -> usize {
     let mut rng = fastrand::Rng::with_seed(seed);
     let life = Life::default();

@@ -1,5 +1,5 @@
-//! The part of the stream after RAM: devices, the PING that asks whether they are loaded, the last byte, and the release of the
-//! guest.
+//! The part of the main channel after RAM: devices, the PING that asks if they are loaded, the last byte (EOF), and the release
+//! of the guest.
 
 use hotlift_wire::limits;
 use hotlift_wire::main_channel::{
@@ -14,20 +14,20 @@ use super::{
 };
 use crate::error::MigrationError;
 
-/// Marker bytes of QEMU's format: the first byte of a footer (`QEMU_VM_SECTION_FOOTER`, followed by the section's id), and of a
-/// description (`QEMU_VM_VMDESCRIPTION`).
+/// Marker bytes of QEMU's format. A footer begins with `QEMU_VM_SECTION_FOOTER`, followed by the section's id. A VM description
+/// begins with `QEMU_VM_VMDESCRIPTION`.
 const FOOTER: u8 = 0x7e;
 const DESCRIPTION_MARK: u8 = 0x06;
 
-/// Data that is missing in the stream of a machine type without footers and VM description.
+/// Name, for errors, of the missing data in the stream of a machine type that has neither footers nor a VM description.
 const NO_DESCRIPTION: &str = "the source's VM description (pc-i440fx-2.2 sends none: start both QEMUs with \
                               -machine suppress-vmdesc=off)";
 
-/// Bytes from a footer to the EOF after it.
+/// Count of bytes from the start of a footer to EOF.
 const FOOTER_TO_EOF: usize = 5;
 
 impl MainChannel {
-    /// Handles a record of a Hotlift's guest: device sections, then the PING that asks whether all is loaded.
+    /// Handles a record after RAM in a stream of a Hotlift's guest: device sections, then the PING that asks if all is loaded.
     pub(super) fn device<'a>(
         &mut self,
         event: MainEvent<'a>,
@@ -42,8 +42,8 @@ impl MainChannel {
                 self.asks(&[], value)
             }
             (MainEvent::Command(command), Some(_)) => self.command(command),
-            // A Hotlift ends the stream only after the answer that all is loaded. Without that no byte, damaged or not, may
-            // start the guest here.
+            // A Hotlift ends the stream only after the answer that all is loaded. Before that answer, no byte may start the
+            // guest, not even a damaged one.
             (MainEvent::Eof, Some(rules))
                 if self.is_hotlift() || rules.is_hotlift == Some(true) =>
             {
@@ -67,15 +67,15 @@ impl MainChannel {
         }
     }
 
-    /// Handles the PING with the checksum of everything so far, which asks whether all is loaded.
+    /// Handles the PING that asks if all is loaded. Its value is the checksum of everything before it.
     fn asks(&mut self, more: &[u8], value: u32) -> Result<Action<'static>, MigrationError> {
         self.check_crc(more, value)?;
         self.phase = Phase::Loaded;
         Ok(Action::Load(value))
     }
 
-    /// Handles a relay's device sections, which come in parts with a checksum each. No damaged byte may reach a QEMU: a section
-    /// type that became EOF would start the guest.
+    /// Handles a relay's device sections, which arrive in parts. Each part has a checksum, because no damaged byte may reach a
+    /// QEMU: a section type that became EOF would start the guest.
     pub(super) fn part<'a>(
         &mut self,
         bytes: &'a [u8],
@@ -103,8 +103,8 @@ impl MainChannel {
         Ok(Step::Do(action, consumed))
     }
 
-    /// Awaits EOF: of a postcopy whose pages are complete, or of a Hotlift that knows that all is loaded and has released the
-    /// guest.
+    /// Waits for EOF. In postcopy it comes after all pages. From a Hotlift it comes after the answer that all is loaded, and
+    /// releases the guest.
     pub(super) fn last<'a>(&mut self, bytes: &'a [u8]) -> Result<Step<'a>, MigrationError> {
         let is_postcopy = self.phase == Phase::Last;
         match bytes.first() {
@@ -124,7 +124,7 @@ impl MainChannel {
         ))
     }
 
-    /// Awaits the description after EOF. Its absence is no reason not to run the guest.
+    /// Waits for the VM description after EOF. The guest may run without it.
     pub(super) fn description<'a>(&mut self, bytes: &'a [u8]) -> Step<'a> {
         if self.search.find(bytes) == Some(0) {
             self.phase = Phase::Over;
@@ -136,7 +136,7 @@ impl MainChannel {
         }
     }
 
-    /// Ends the stream with no description or an incomplete one. (Machines with `suppress-vmdesc` send none.)
+    /// Ends the stream with a missing or incomplete VM description. (Machines with `suppress-vmdesc` send none.)
     pub(super) fn without_description<'a>(&mut self, bytes: &'a [u8]) -> Step<'a> {
         self.phase = Phase::Over;
         let end = match bytes.len() {
@@ -146,11 +146,11 @@ impl MainChannel {
         Step::Do(Action::End(end), bytes.len())
     }
 
-    /// Forwards a QEMU's devices as they arrive, up to the stream's last byte. Bytes that can be EOF are held back: EOF starts
-    /// the guest at the destination.
+    /// Forwards a QEMU's devices as they arrive, up to the last byte of the stream. Does not forward bytes that can be EOF,
+    /// because EOF starts the guest at the destination.
     pub(super) fn qemu_devices<'a>(&mut self, bytes: &'a [u8]) -> Result<Step<'a>, MigrationError> {
         let found = self.search.find(bytes);
-        // Without a description, the bytes before the last one show whether it is EOF.
+        // Without a description, the bytes before the last byte show if it is EOF.
         let certain = self.search.before().saturating_sub(2 * FOOTER_TO_EOF);
         let certain = found.unwrap_or(certain);
         if certain > 0 {
@@ -163,9 +163,12 @@ impl MainChannel {
         }
     }
 
-    /// Handles the end of the bytes. Without a description, two facts identify the last byte as EOF: the footer before it, and
-    /// the answer to the PING that the destination gets in its place. (A truncated device would consume that PING.) A source
-    /// that reads answers does not close before it has one.
+    /// Handles the end of a stream without a VM description. Two facts identify the last byte as EOF:
+    ///
+    /// - A footer precedes it.
+    /// - The destination answers the PING that it receives in place of EOF. (A truncated device would consume the PING.)
+    ///
+    /// A source with a return path does not close its connection before it has an answer.
     pub(super) fn last_byte<'a>(
         &mut self,
         bytes: &'a [u8],
@@ -175,7 +178,7 @@ impl MainChannel {
         let eof = bytes.len().saturating_sub(1);
         let is_eof = match self.has_footers {
             true => is_eof(bytes, eof),
-            // Without footers only the answer to that PING proves that the devices are complete: a QEMU loads them first. A
+            // Without footers, only the answer to the PING proves that the devices are complete: a QEMU loads them first. A
             // file proves nothing.
             false => self.shows_loading && may_be_eof(bytes, eof),
         };
@@ -196,13 +199,13 @@ impl MainChannel {
         })
     }
 
-    /// Handles the state in which only EOF and the description are left, and compares the lengths of the early device sections.
+    /// Called when only EOF and the VM description are left. Checks the lengths of the early device sections.
     pub(super) fn qemu_end(&mut self, bytes: &[u8]) -> Result<Step<'static>, MigrationError> {
         let checked = self.early.check(bytes);
         checked.map_err(|error| broken(error, &self.early))?;
         let held = bytes.len();
         self.phase = Phase::Release { held };
-        // The silence has only shown the end of the devices. How the source releases its guest is still open.
+        // The silence has shown only that the devices have ended. It is still unknown how the source releases its guest.
         if self.ended == Some(EndCause::Silent) {
             self.ended = None;
         }
@@ -210,8 +213,8 @@ impl MainChannel {
     }
 }
 
-/// Returns true if the last byte, at `at`, can be EOF: it follows a footer. The length of a partial description contains zero
-/// bytes; the EOF of that stream came earlier and must not be sent.
+/// Returns true if the last byte, at index `at`, can be EOF: it follows a footer. Returns false within a partial VM
+/// description, whose length contains zero bytes: there EOF came earlier.
 fn is_eof(held: &[u8], at: usize) -> bool {
     let follows_footer = |at: usize| {
         let footer = at.checked_sub(FOOTER_TO_EOF).map(|footer| held[footer]);
@@ -222,7 +225,8 @@ fn is_eof(held: &[u8], at: usize) -> bool {
         && !earlier.any(|earlier| follows_footer(earlier) && held[earlier + 1] == DESCRIPTION_MARK)
 }
 
-/// Does the same without footers: true for a final zero byte outside a description's length.
+/// Returns true if the last byte, at index `at`, can be EOF in a stream without footers. It must be zero, and not part of a VM
+/// description's length.
 fn may_be_eof(held: &[u8], at: usize) -> bool {
     let earlier = held.get(at.saturating_sub(5)..=at).unwrap_or_default();
     held.get(at) == Some(&EOF)

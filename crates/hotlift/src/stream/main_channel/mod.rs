@@ -1,14 +1,15 @@
-//! The main channel of an incoming stream as a state machine without I/O: bytes and time in, actions out.
+//! The main channel of an incoming stream as a state machine without I/O: its input is bytes and time, its output is actions.
 //!
-//! It decides order, state and rejections, for a relay and for a guest of this process; its decoder rejects sections that are
-//! out of QEMU's order. The driver reads the bytes ([`MainInput`](super::main_recv::MainInput)), and performs each [`Action`].
+//! The machine decides order, state and rejections, for a relay and for a guest of this process. Its decoder rejects sections
+//! that are not in QEMU's order. The driver reads the bytes ([`MainInput`](super::main_recv::MainInput)), and performs each
+//! [`Action`].
 //!
 //! | file | decisions |
 //! |---|---|
-//! | `set_up` | records before the first page, and whether a relay can parse the stream |
+//! | `set_up` | records before the first page, and if a relay can parse the stream |
 //! | `ram` | RAM sections, sync points, commands, the switch to postcopy, packages |
-//! | `after_ram` | devices, the PING that asks whether they are loaded, the last byte, the release of the guest |
-//! | `running` | pages of a running guest, and a connection that replaces a lost one |
+//! | `after_ram` | devices, the PING that asks if they are loaded, the last byte, the release of the guest |
+//! | `running` | pages of a guest that already runs, and a connection that replaces a lost one |
 //!
 //! ```text
 //! relay   FIRST ─ SET_UP ─ CHOSEN ─┬──────────┬─ RAM ⇄ PACKAGE ─┬─ QEMU_DEVICES ─ RELEASE ─────────────┐
@@ -45,56 +46,56 @@ pub(crate) use set_up::{EarlySections, LARGEST_PAGE, RamLayout, Setup};
 /// Section type that ends QEMU's format (`QEMU_VM_EOF`).
 pub(crate) const EOF: u8 = 0x00;
 
-/// Limit of the state of all devices of a guest. The built-in guests have some KiB per vCPU; a large VM with many devices some
-/// MiB.
+/// Maximum size of the state of all devices of a guest, in bytes. The built-in guests have some KiB per vCPU. A large VM with
+/// many devices has some MiB.
 const DEVICE_BYTES: usize = 256 << 20;
 
-/// Longest pause of a source's relay within a package: the QEMU behind it has the whole package before it sends any of it.
-/// After a damaged length the rest never comes, and a postcopy cannot be cancelled. Longer than the detection of a lost
-/// connection.
+/// Maximum silence of a source's relay within a package. That relay has the whole package of its QEMU before it sends any of
+/// it. With a damaged length the missing bytes never come, and a postcopy cannot be cancelled. The limit is longer than the
+/// detection of a lost connection takes.
 const PACKAGE: Duration = Duration::from_secs(60);
 
 /// Silence after RAM that marks the last byte of a stream without VM description (machines with `suppress-vmdesc`). One second
-/// was too short: QEMU flushes its disks between the last device and EOF.
+/// was too short, because QEMU flushes its disks between the last device and EOF.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// Time limit of the source's release of the guest, once it knows that all is loaded.
+/// Time limit for the source to release the guest, once the source knows that all is loaded.
 pub(crate) const RELEASE: Duration = Duration::from_secs(60);
 
-/// Longest delay of a VM description after EOF in a relay's stream; both are sent together.
+/// Maximum time between EOF and the VM description in a relay's stream. A relay sends both together.
 const DESCRIPTION: Duration = Duration::from_secs(1);
 
-/// Activity named in errors after RAM of a Hotlift's stream.
+/// Activity that errors name, for the part of a Hotlift's stream after RAM.
 const ENDING: &str = "reading the end of a Hotlift stream";
 
-/// Limit of the source's silence.
+/// Time limit for a silent source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SilenceLimit {
-    /// Limit at any time.
+    /// The limit always applies.
     Always(Duration),
-    /// Limit within a record. A source writes records in one piece: an incomplete one has a damaged length, and its rest never
-    /// comes. Between records silence is normal.
+    /// The limit applies only within a record. A source writes each record in one piece. An incomplete record has a damaged
+    /// length, and the missing bytes never come. Between records, silence is normal.
     WithinRecords(Duration),
     /// No limit.
     Unlimited,
 }
 
-/// Party that reads the stream, which decides what the stream may contain.
+/// Reader of the stream. It determines what the stream may contain.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum StreamConsumer {
-    /// A relay; into a stream, whose peer can run the guest, or into a file.
+    /// A relay. With `into_stream`, it forwards to a peer that can run the guest; otherwise it saves to a file.
     Relay { into_stream: bool },
     /// A guest of this process.
     Guest(GuestRules),
 }
 
-/// Requirements on the stream of a guest.
+/// Requirements that a guest of this process has on its stream.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GuestRules {
-    /// Features that this side accepts.
+    /// Features of streams that this process accepts.
     pub takes: Features,
     pub postcopy_ram: bool,
-    /// True if the channels identify the source as a Hotlift; `None` without channels.
+    /// True if the source has identified itself as a Hotlift on its multifd channels; `None` without channels.
     pub is_hotlift: Option<bool>,
 }
 
@@ -104,16 +105,16 @@ enum Source {
     Qemu,
     /// A Hotlift that forwards a QEMU's stream.
     Relay,
-    /// A Hotlift's own guest.
+    /// A Hotlift that sends its own guest.
     Guest,
 }
 
-/// Result of a step.
+/// Result of [`MainChannel::next`].
 #[derive(Debug, PartialEq)]
 pub(crate) enum Step<'a> {
-    /// At least this many more bytes are required, until [`MainChannel::deadline`].
+    /// At least this many more bytes are needed, before [`MainChannel::deadline`].
     Need(usize),
-    /// An action to perform before the next step, and the count of input bytes that it consumed.
+    /// The driver must perform this action before the next step. The number is the count of consumed bytes.
     Do(Action<'a>, usize),
 }
 
@@ -121,27 +122,28 @@ pub(crate) enum Step<'a> {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Action<'a> {
     Nothing,
-    /// Answer a Hotlift's offer with the features accepted here, and reject it if they differ.
+    /// Answer a Hotlift's offer with the features that this process accepts. Reject the source if the features are
+    /// incompatible.
     Greet {
         offer: Offer,
         takes: Features,
     },
-    /// Compare the source's machine.
+    /// Compare the source's machine with the destination's.
     Machine(Configuration),
-    /// Compare its RAM blocks.
+    /// Compare the source's RAM blocks with the destination's.
     RamBlocks(Vec<RamBlockEntry>),
-    /// For a relay: everything before the first page; [`MainChannel::begin`] comes next.
+    /// For a relay: everything before the first page. The driver then calls [`MainChannel::begin`].
     SetUp(Box<Setup>),
-    /// For a relay: the stream cannot be parsed, with the reason. Its source may accept answers.
+    /// For a relay: pass the stream through, because it cannot be parsed. `is_answered` is true if the source reads answers.
     PassThrough {
         why: String,
         is_answered: bool,
     },
-    /// For a relay: no other device sends state while the guest runs.
+    /// For a relay: the check is over, and no device other than RAM sends state while the guest runs.
     Opened,
-    /// Empty the RAM of a guest: postcopy may follow.
+    /// For a guest: empty its RAM, because postcopy may follow.
     Advised,
-    /// Send these answers to the source.
+    /// Answer the PING of this value with a PONG.
     Pong(u32),
     Pongs(Vec<u32>),
     Command(Command),
@@ -152,88 +154,88 @@ pub(crate) enum Action<'a> {
         content: PageContent<'a>,
     },
     SyncPoint,
-    /// End of a RAM section that is not the last.
+    /// A RAM section has ended that is not the last one.
     SectionEnd,
-    /// End of RAM, with or without a sync point.
+    /// RAM has ended, with or without a sync point.
     RamEnd {
         is_sync_point: bool,
     },
-    /// The source has a preempt channel.
+    /// The source makes a separate connection for requested pages (`postcopy-preempt`).
     Preempt,
     /// Discard the pages in these ranges.
     Discard {
         block: usize,
         ranges: Ranges<'a>,
     },
-    /// For a relay: the length of a package, its parts, and its end, which starts the guest.
+    /// For a relay: a package of this length starts. Its parts follow, then its end, which starts the guest.
     Package(u32),
     PackagePart(&'a [u8]),
     PackageEnd(&'a [u8]),
-    /// For a guest: run with the received devices, and then answer these PINGs.
+    /// For a guest: load the received devices and run. Then answer the PINGs of these values.
     Run(Vec<u32>),
-    /// For a guest: a device.
+    /// For a guest: the state of a device.
     Device(DeviceState),
-    /// For a relay: bytes of device sections.
+    /// For a relay: bytes of device sections, to forward.
     Devices(&'a [u8]),
-    /// Answer this PING once all devices are loaded.
+    /// Answer the PING of this value once all devices are loaded.
     Load(u32),
-    /// For a relay: all devices of a QEMU have arrived. It releases the guest once it knows that they are loaded.
+    /// For a relay: all devices of a QEMU have arrived. The QEMU releases the guest once it knows that they are loaded.
     DevicesEnd,
-    /// A QEMU has closed its stream, which releases the guest.
+    /// A QEMU has closed its stream, and thereby released the guest.
     Released,
-    /// The source has released the guest. `unasked`: it did not ask first whether all is loaded.
+    /// The source has released the guest. `unasked` is true if the source did not ask before if all is loaded.
     Eof {
         unasked: bool,
     },
     /// For a relay: the last bytes of the stream, from EOF on.
     End(&'a [u8]),
-    /// Report the received pages of this RAM block.
+    /// Report to the source the received pages of the RAM block with this index.
     Bitmap(usize),
-    /// Continue an interrupted postcopy.
+    /// Continue an interrupted postcopy on this connection.
     Resume,
 }
 
-/// Cause of the end of the bytes.
+/// Reason why no more bytes arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EndCause {
-    /// [`MainChannel::deadline`] has passed.
+    /// The source was silent until [`MainChannel::deadline`].
     Silent,
-    /// The source has closed its side.
+    /// The source has closed its sending direction.
     Closed,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// The first bytes may belong to an interrupted postcopy.
+    /// The first bytes are awaited. They show if the stream resumes an interrupted postcopy.
     First,
     SetUp,
-    /// The driver has the set-up.
+    /// The driver has received the set-up, and must call [`MainChannel::begin`].
     Chosen,
-    /// QEMU without multifd: the bytes after the section show whether another device sends state while the guest runs.
+    /// A QEMU without multifd: the bytes after the first RAM section show if another device sends state while the guest runs.
     Others {
         section_has_ended: bool,
     },
     Ram,
-    /// A package that lacks `missing` bytes.
+    /// Within a package; `missing` bytes have not arrived.
     Package {
         missing: usize,
     },
-    /// Sections of a Hotlift's guest.
+    /// Device sections of a Hotlift's guest.
     Devices,
-    /// A relay's parts of a QEMU's device sections.
+    /// Parts with a QEMU's device sections, sent by a relay.
     Parts {
         any: bool,
     },
     QemuDevices,
-    /// The remaining bytes are the end of a QEMU's stream.
+    /// Only the end of a QEMU's stream is left.
     QemuEnd,
-    /// The source is about to release the guest; `held` bytes are held back.
+    /// The source should release the guest next. The last `held` bytes were not forwarded.
     Release {
         held: usize,
     },
-    /// EOF comes next.
+    /// Postcopy: EOF comes next.
     Last,
-    /// EOF comes next, after the PING that asks whether all is loaded.
+    /// The PING that asks if all is loaded has arrived. EOF comes next.
     Loaded,
     Description,
     Pages,
@@ -241,20 +243,20 @@ enum Phase {
     Over,
 }
 
-/// Progress of a guest's source towards postcopy, by its commands.
+/// Progress of a source towards postcopy, by its commands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 enum Stage {
     #[default]
     Precopy,
-    /// Postcopy may follow.
+    /// The source has announced that postcopy may follow.
     Advised,
-    /// Postcopy has begun: pages were discarded.
+    /// Postcopy has begun: the source has sent DISCARD.
     Begun,
-    /// The guest may be running here.
+    /// The source has sent RUN: the guest may be running here.
     Ran,
 }
 
-/// State machine of the main channel.
+/// State machine of an incoming main channel.
 pub(crate) struct MainChannel {
     decoder: MainDecoder,
     taker: StreamConsumer,
@@ -262,46 +264,46 @@ pub(crate) struct MainChannel {
     phase: Phase,
     stage: Stage,
     silence: SilenceLimit,
-    /// CRC-32 of every byte consumed, as long as a checksum may follow.
+    /// CRC-32 of all consumed bytes; `None` once no checksum can follow.
     crc: Option<Hasher>,
-    /// Input length, and the time since when it has not grown.
+    /// Length of the input, and the time since when it has not grown.
     silent: Option<(usize, Instant)>,
     needed: usize,
     ended: Option<EndCause>,
-    /// Set-up of the source, for a relay's driver.
+    /// Content of the set-up, which a relay's driver receives.
     set_up: Setup,
     set_up_bytes: usize,
-    /// True once the stream has named its machine.
+    /// True once the source's machine is known from the stream.
     is_named: bool,
     return_path: bool,
     /// True if there are multifd channels.
     multifd: bool,
-    /// The open section, or the last one.
+    /// Kind of the current RAM section, or of the last one.
     section: Option<SectionKind>,
-    /// True if it had a multifd flush.
+    /// True if this section contained a multifd flush.
     flushed: bool,
-    /// True if sync points are records; otherwise each section's end is one.
+    /// True if a sync point is a separate record (multifd flush). If false, each section's end is a sync point.
     has_flushes: bool,
-    /// True while a relay's sync point after the package is missing.
+    /// True while the sync point that a relay sends after the package has not arrived.
     awaits_sync: bool,
     takes_postcopy: bool,
-    /// True if a PING with the checksum follows the package.
+    /// True if a PING with a checksum follows the package.
     package_is_checked: bool,
     has_footers: bool,
-    /// True if the stream's consumer proves that it loads the devices.
+    /// True if the reader of the stream can prove that it has loaded the devices.
     shows_loading: bool,
-    /// Lengths of the early device sections, compared at the end of the stream.
+    /// Lengths of the early device sections. They are checked against the VM description at the end of the stream.
     early: EarlyLengths,
     device: Option<DeviceState>,
     device_bytes: usize,
-    /// True once the package has brought LISTEN.
+    /// True once the package has contained LISTEN.
     listens: bool,
     pings: Vec<u32>,
     search: EofSearch,
 }
 
 impl MainChannel {
-    /// Creates the machine at the first byte of a stream.
+    /// Creates the state machine for the first byte of a stream.
     pub(crate) fn new(taker: StreamConsumer, silence: SilenceLimit) -> Self {
         let decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
         let (decoder, phase, multifd) = match taker {
@@ -351,10 +353,10 @@ impl MainChannel {
         }
     }
 
-    /// Performs the next step with `bytes`, which begin where the last step's ended.
+    /// Performs the next step. `bytes` begin after the bytes that the last step consumed.
     ///
     /// # Errors
-    /// The error in the stream. It cannot be used any further.
+    /// The error in the stream. Afterwards the stream must not be used.
     pub(crate) fn next<'a>(&mut self, bytes: &'a [u8]) -> Result<Step<'a>, MigrationError> {
         let mut step = self.step(bytes)?;
         if let (Step::Need(needed), Some(how)) = (&step, self.ended) {
@@ -373,7 +375,7 @@ impl MainChannel {
         Ok(step)
     }
 
-    /// Returns the time by which more than the last `arrived` bytes must arrive, if there is a limit.
+    /// Returns the time by which more bytes must arrive, or `None` without a limit. `arrived` is the count of unconsumed bytes.
     pub(crate) fn deadline(&mut self, now: Instant, arrived: usize) -> Option<Instant> {
         let since = match self.silent {
             Some((before, since)) if before == arrived => since,
@@ -382,13 +384,13 @@ impl MainChannel {
         self.limit(arrived).map(|limit| since + limit)
     }
 
-    /// Records that no more bytes come; the next step evaluates this.
+    /// Records that no more bytes arrive, and why. The next step handles this.
     pub(crate) fn ended(&mut self, how: EndCause) {
         self.ended = Some(how);
     }
 
-    /// Continues on a new connection of the same stream, on which the source negotiates the missing pages. Each silence may
-    /// last `limit`.
+    /// Continues the same stream on a new connection, on which the source asks for the missing pages. The source may be silent
+    /// for at most `limit`.
     pub(crate) fn reconnect(&mut self, limit: Duration) {
         self.decoder.reconnect();
         self.phase = Phase::Agreeing;
@@ -456,7 +458,7 @@ impl MainChannel {
         self.source != Source::Qemu
     }
 
-    /// Returns the source's silence limit; `arrived` bytes are unparsed.
+    /// Returns the limit of the source's silence; `None` without a limit. `arrived` is the count of unconsumed bytes.
     fn limit(&self, arrived: usize) -> Option<Duration> {
         match (self.phase, self.silence) {
             (Phase::Package { .. }, _) => self.passes_from_hotlift().then_some(PACKAGE),
@@ -473,7 +475,7 @@ impl MainChannel {
         matches!(self.taker, StreamConsumer::Relay { .. }) && self.is_hotlift()
     }
 
-    /// Evaluates the end of the stream after `bytes`.
+    /// Handles the end of the stream; `bytes` are the unconsumed bytes before the end.
     fn at_the_end<'a>(
         &mut self,
         bytes: &'a [u8],
@@ -485,7 +487,7 @@ impl MainChannel {
             (Phase::Description, _) => Ok(self.without_description(bytes)),
             (Phase::Release { .. }, EndCause::Closed) => Ok(Step::Do(Action::Released, 0)),
             (Phase::Release { .. }, EndCause::Silent) => Err(not_released()),
-            // A relay that pauses too long within a package counts as closed.
+            // Silence within a package counts as a closed connection.
             (Phase::Package { .. }, _) | (_, EndCause::Closed) => {
                 Err(MigrationError::main_closed())
             }
@@ -504,7 +506,8 @@ impl MainChannel {
         }
     }
 
-    /// Compares the CRC-32 of everything consumed and of `more` with the source's, if checksums are in use.
+    /// Checks the CRC-32 of all consumed bytes and of `more` against the source's value `expected`. Does nothing if no
+    /// checksums are used.
     fn check_crc(&self, more: &[u8], expected: u32) -> Result<(), MigrationError> {
         let Some(mut crc) = self.crc.clone() else {
             return Ok(());
@@ -537,12 +540,12 @@ fn event_name(event: &MainEvent<'_>) -> String {
     text[..end].to_owned()
 }
 
-/// Returns the error for a record in a wrong place of a Hotlift's stream.
+/// Returns the error for a record that is not allowed at this place in a Hotlift's stream.
 pub(crate) fn unexpected(got: &str) -> MigrationError {
     protocol(got, ENDING)
 }
 
-/// Returns the error for a source that has exceeded [`RELEASE`].
+/// Returns the error for a source that did not release the guest within [`RELEASE`].
 pub(crate) fn not_released() -> MigrationError {
     MigrationError::Timeout {
         waiting_for: "the source to release the guest (it received the report that all is loaded; check its query-migrate)"
@@ -559,7 +562,7 @@ fn too_many_devices(what: &'static str, got: usize) -> MigrationError {
     })
 }
 
-/// Waits for a QEMU to release its guest: only the end may follow the `held` bytes.
+/// Waits for a QEMU to release its guest. No bytes other than the `held` bytes may arrive.
 fn release(bytes: &[u8], held: usize) -> Result<Step<'_>, MigrationError> {
     match bytes.len() > held {
         true => Err(protocol(

@@ -12,7 +12,7 @@ use super::{
 use crate::error::MigrationError;
 use crate::guest::DeviceState;
 
-/// Activity named in errors within a package.
+/// Activity that errors name, for records within a package.
 const READING_PACKAGE: &str = "reading the package of a postcopy";
 
 impl MainChannel {
@@ -85,12 +85,13 @@ impl MainChannel {
         })
     }
 
-    /// Returns true if postcopy has begun: each page comes once, and there are no sync points.
+    /// Returns true if postcopy has begun. Then each page is sent once, and there are no sync points.
     fn has_begun(&self) -> bool {
         self.stage >= Stage::Begun
     }
 
-    /// Returns true if a postcopy command that requires `stage` is allowed now.
+    /// Returns true if a postcopy command is allowed now. For a guest of this process, the command requires that `stage` was
+    /// reached.
     fn may_switch(&self, stage: Stage) -> bool {
         match self.taker {
             StreamConsumer::Relay { .. } => self.takes_postcopy,
@@ -98,7 +99,7 @@ impl MainChannel {
         }
     }
 
-    /// Handles EOS. With machine types up to 8.0 and multifd it is a sync point, too.
+    /// Handles EOS, the end of a RAM section. With machine types up to 8.0 and multifd, EOS is also a sync point.
     fn section_end(&mut self) -> Result<Action<'static>, MigrationError> {
         let is_last = self.section == Some(SectionKind::End);
         if let StreamConsumer::Guest(_) = self.taker {
@@ -143,7 +144,7 @@ impl MainChannel {
                 self.check_crc(&[], value)?;
                 Action::Pong(value)
             }
-            // The destination has answered the opening already.
+            // The destination has already answered the start of the stream.
             (Command::Ping(CONNECTED), Source::Relay) => Action::Pong(CONNECTED),
             (Command::Ping(PREEMPT), Source::Relay) => Action::Preempt,
             _ => Action::Command(command),
@@ -159,7 +160,7 @@ impl MainChannel {
             self.phase = Phase::Package { missing };
             return Ok(Action::Nothing);
         }
-        // A postcopy has no description to compare lengths with.
+        // A postcopy has no VM description against which the lengths could be checked.
         let checked = self.early.check(&[]);
         checked.map_err(|error| broken(error, &self.early))?;
         self.stage = self.stage.max(Stage::Begun);
@@ -167,8 +168,8 @@ impl MainChannel {
         Ok(Action::Package(length))
     }
 
-    /// Forwards a package as it arrives, but its end only after all of it is here and checked. A QEMU uses nothing of an
-    /// incomplete package: a lost source or a damaged byte cannot start the guest there.
+    /// Forwards a package as it arrives. Forwards the package's end only after the whole package was received and checked. A
+    /// QEMU does not use an incomplete package, so a lost source or a damaged byte cannot start the guest.
     pub(super) fn pass_package<'a>(
         &mut self,
         bytes: &'a [u8],
@@ -211,7 +212,8 @@ impl MainChannel {
         Ok(Step::Do(Action::PackageEnd(end), taken))
     }
 
-    /// Parses a package for a guest, which runs at its end, after the whole package was checked.
+    /// Parses a package for a guest of this process. Requests the start of the guest only after the whole package was received
+    /// and checked.
     pub(super) fn take_package<'a>(
         &mut self,
         bytes: &'a [u8],
@@ -257,7 +259,7 @@ impl MainChannel {
         Ok(Step::Do(action, consumed))
     }
 
-    /// Handles a record of a guest's device, and rejects any other.
+    /// Handles a record of a guest's device sections. Rejects any other record.
     pub(super) fn take_device<'a>(
         &mut self,
         event: MainEvent<'a>,

@@ -1,4 +1,4 @@
-//! Pages of a running guest, and the negotiation on a connection that replaces a lost one.
+//! Pages of a guest that already runs, and the negotiation on a connection that replaces a lost one.
 
 use hotlift_wire::main_channel::postcopy::PostcopyCommand;
 use hotlift_wire::main_channel::{Command, MainEvent, PageContent, SectionKind};
@@ -7,7 +7,7 @@ use super::{Action, MainChannel, Phase, SilenceLimit, event_name, protocol};
 use crate::error::MigrationError;
 
 impl MainChannel {
-    /// Handles a record after the package.
+    /// Handles a record after the package that starts the guest.
     pub(super) fn running<'a>(
         &mut self,
         event: MainEvent<'a>,
@@ -38,7 +38,7 @@ impl MainChannel {
         }
     }
 
-    /// Handles a record of a source that resumes.
+    /// Handles a record from a source that resumes an interrupted postcopy.
     pub(super) fn agree<'a>(&mut self, event: MainEvent<'a>) -> Result<Action<'a>, MigrationError> {
         match event {
             MainEvent::Postcopy(PostcopyCommand::RecvBitmap(block)) => Ok(Action::Bitmap(block)),

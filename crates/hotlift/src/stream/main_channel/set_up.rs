@@ -1,4 +1,4 @@
-//! Records before the first page, and the decision whether a relay can parse the stream.
+//! Records before the first page, and the decision if a relay can parse the stream.
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_net::admission::RESUMED_MAGIC;
@@ -15,54 +15,54 @@ use super::{
 };
 use crate::error::{Channel, MigrationError};
 
-/// Size in bytes of the largest supported host page. A host page that is sent as one piece must be complete in memory. The next
-/// size of x86 is 1 GiB: a guest with such pages should be migrated without postcopy.
+/// Size in bytes of the largest supported host page in postcopy. A host page is sent as one piece, and must fit in memory. The
+/// next size of x86 is 1 GiB: a guest with such pages should be migrated without postcopy.
 pub(crate) const LARGEST_PAGE: usize = 2 << 20;
 
-/// Section type of a device that sends more than one section: START.
+/// Section type START: the first section of a device that sends several sections.
 const START: u8 = 0x01;
 
-/// Section type of an early section: FULL.
+/// Section type FULL: the only section of a device. Early sections have this type.
 const FULL: u8 = 0x04;
 
-/// Activity named in errors of the set-up.
+/// Activity that errors name, for records of the set-up.
 const OPENING: &str = "opening the migration";
 
-/// Activity named in errors of a guest's stream.
+/// Activity that errors name, for records of a guest's stream.
 pub(super) const PRECOPY: &str = "a multifd precopy migration";
 
-/// Reason to pass a stream through unparsed: a device with a START section follows `ram`.
+/// Reason to pass a stream through unparsed: a device other than RAM has sent a START section.
 const LIVE_DEVICE: &str =
     "a device other than RAM sends state while the guest runs (VFIO, block bitmaps)";
 
-/// RAM of the VM.
+/// Layout of the VM's RAM.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct RamLayout {
-    /// Id of the section `ram` at the source; its other ids differ from it.
+    /// Section id of `ram` at the source. All other sections have different ids.
     pub section_id: u32,
     /// RAM blocks in the source's order.
     pub blocks: Vec<RamBlockEntry>,
 }
 
 impl RamLayout {
-    /// Returns true if the host keeps some of it in huge pages.
+    /// Returns true if the host has any RAM block in huge pages.
     pub(crate) fn has_huge_pages(&self) -> bool {
         let mut blocks = self.blocks.iter();
         blocks.any(|block| block.page_size > PAGE_SIZE as u64)
     }
 }
 
-/// Device sections before the end of RAM, in their order.
+/// Device sections before the end of RAM, in the order of the stream.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct EarlySections {
     /// Sections before the START section of `ram`.
     pub before_ram: Vec<EarlySection>,
-    /// Sections after it.
+    /// Sections after the START section of `ram`.
     pub behind_start: Vec<EarlySection>,
 }
 
 impl EarlySections {
-    /// Returns the memory that virtio-mem devices have plugged, from the sections before RAM.
+    /// Returns the memory that virtio-mem devices have plugged in. Reads it from the sections before RAM.
     pub(crate) fn plugged(&self) -> Vec<PluggableMemory> {
         let before_ram = self.before_ram.iter();
         before_ram
@@ -75,7 +75,7 @@ impl EarlySections {
         self.before_ram.iter().chain(&self.behind_start)
     }
 
-    /// Adds the next section; `ram_has_begun` selects the list.
+    /// Adds the next section. `ram_has_begun` is true after the START section of `ram`.
     pub(crate) fn push(&mut self, section: EarlySection, ram_has_begun: bool) {
         match ram_has_begun {
             true => self.behind_start.push(section),
@@ -88,17 +88,17 @@ impl EarlySections {
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Setup {
     pub configuration: Configuration,
-    /// Commands for the destination.
+    /// Commands that the destination must receive.
     pub commands: Vec<Command>,
     pub ram: RamLayout,
-    /// Device sections so far.
+    /// Device sections that have arrived so far.
     pub early: EarlySections,
-    /// True if the multifd flush of the set-up is a record; otherwise, with multifd, every section's end is a sync point.
+    /// True if the set-up contained a multifd flush record. If false, with multifd, every section's end is a sync point.
     pub flush: bool,
-    /// Features of a Hotlift's stream, a relay's or a guest's; `None` for a QEMU.
+    /// Features of the stream if the source is a Hotlift; `None` for a QEMU.
     pub relay: Option<Features>,
     pub return_path: bool,
-    /// True if the guest may switch over before its pages have arrived.
+    /// True if postcopy may follow: the guest may run at the destination before its pages have arrived.
     pub postcopy: bool,
 }
 
@@ -111,12 +111,13 @@ impl Setup {
 }
 
 impl MainChannel {
-    /// Continues after the set-up of a source with or without multifd channels. Devices that cannot be parsed may follow;
-    /// [`Action::Opened`] comes after the check for them.
+    /// Continues after the set-up. `multifd` is true if the source has multifd channels. For a QEMU without multifd, first
+    /// checks if a device that cannot be parsed follows; [`Action::Opened`] reports the end of this check.
     pub(crate) fn begin(&mut self, multifd: bool) {
         self.multifd = multifd;
-        // With multifd nothing more is awaited: the source may write nothing on main before its channels are read. A device
-        // that cannot be parsed is rejected when it arrives, and the assumed end of an unknown layout is checked at the end.
+        // With multifd, no check is possible here: the source may write nothing on main before its channels are read. A device
+        // that cannot be parsed is rejected when it arrives. The assumed end of an unknown layout is checked at the end of the
+        // stream.
         self.phase = Phase::Others {
             section_has_ended: false,
         };
@@ -125,12 +126,12 @@ impl MainChannel {
         }
     }
 
-    /// Sets whether the stream's consumer proves that it loads the devices. A file accepts any bytes.
+    /// Sets if the reader of the stream can prove that it has loaded the devices. A file cannot, because it accepts any bytes.
     pub(crate) fn set_shows_loading(&mut self, shows: bool) {
         self.shows_loading = shows;
     }
 
-    /// Returns true if the stream is not open yet.
+    /// Returns true while the check for other devices (see [`MainChannel::begin`]) is in progress.
     pub(crate) fn is_unopened(&self) -> bool {
         matches!(self.phase, Phase::Others { .. })
     }
@@ -143,7 +144,7 @@ impl MainChannel {
         }
     }
 
-    /// Handles the first bytes. An interrupted postcopy is answered once the destination has compared its pages.
+    /// Handles the first bytes. A stream that resumes an interrupted postcopy is passed through.
     pub(super) fn first(&mut self, bytes: &[u8]) -> Step<'static> {
         let missing = RESUMED_MAGIC.len().saturating_sub(bytes.len());
         if missing > 0 {
@@ -165,7 +166,7 @@ impl MainChannel {
         }
     }
 
-    /// Handles bytes that do not decode.
+    /// Handles bytes that cannot be decoded: rejects the stream, or passes it through.
     pub(super) fn undecoded(&mut self, error: WireError) -> Result<Step<'static>, MigrationError> {
         let is_guest = matches!(self.taker, StreamConsumer::Guest(_));
         let why = match (self.phase, error) {
@@ -185,7 +186,7 @@ impl MainChannel {
         Ok(Step::Do(self.pass_through(why), 0))
     }
 
-    /// Handles a record of the set-up of `length` bytes.
+    /// Handles a record of the set-up. `length` is the size of the record in bytes.
     pub(super) fn set_up<'a>(
         &mut self,
         event: MainEvent<'a>,
@@ -216,7 +217,7 @@ impl MainChannel {
             MainEvent::RamBlocks(blocks) => self.set_up.ram.blocks = blocks,
             MainEvent::MultifdFlush if !self.set_up.flush => self.set_up.flush = true,
             MainEvent::Header => {}
-            // Does not wait for the footer, which may stay in the source's buffer until its channels are read.
+            // Does not wait for the section's footer, which may stay in the source's buffer until its channels are read.
             MainEvent::RamEos => {
                 let set_up = Setup {
                     return_path: self.return_path,
@@ -281,8 +282,8 @@ impl MainChannel {
         if !self.return_path || self.is_hotlift() {
             return Ok(Action::Nothing);
         }
-        // PINGs of a QEMU are answered here instead of at the destination, which does not receive them. A QEMU that switches
-        // over at once awaits the answer before it sends its RAM blocks, which are required to open a destination.
+        // PINGs of a QEMU are answered here, and not forwarded to the destination. A QEMU that switches over at once waits for
+        // the answer before it sends its RAM blocks. Without the RAM blocks, no stream to the destination can be opened.
         let commands = &mut self.set_up.commands;
         let pings = commands.extract_if(.., |command| matches!(command, Command::Ping(_)));
         let values = pings.filter_map(|command| match command {
@@ -292,8 +293,8 @@ impl MainChannel {
         Ok(Action::Pongs(values.collect()))
     }
 
-    /// Handles a Hotlift's offer to a relay. A guest's stream is accepted only for a file: a destination for a QEMU's stream
-    /// cannot run it.
+    /// Handles a Hotlift's offer to a relay. The stream of a Hotlift's guest is accepted only for a file, because a QEMU at the
+    /// destination cannot run that guest.
     fn handle_offer(&mut self, offer: Offer, into_stream: bool) -> Action<'static> {
         self.set_up.relay = Some(offer.features);
         self.source = match offer.features.contains(Features::RELAYED) {
@@ -310,8 +311,8 @@ impl MainChannel {
         Action::Greet { offer, takes }
     }
 
-    /// Checks whether another device sends state while the guest runs, or before RAM in an unknown layout. Such sections follow
-    /// the footer of `ram`.
+    /// Checks if another device sends state while the guest runs, or has sent state of an unknown layout before RAM. Sections
+    /// of such a device follow the footer of `ram`.
     pub(super) fn others<'a>(
         &mut self,
         bytes: &'a [u8],
@@ -375,7 +376,7 @@ impl MainChannel {
         }
     }
 
-    /// Handles a PING of a guest's source, before or after the opening.
+    /// Handles a PING from a guest's source, before or after the start of the stream.
     pub(super) fn ping_of_guest(
         &mut self,
         rules: GuestRules,
@@ -389,7 +390,7 @@ impl MainChannel {
             return Ok(Action::Pong(value));
         }
         match (Offer::of_ping(value), rules.is_hotlift) {
-            // Without channels a Hotlift can identify itself only here.
+            // Without multifd channels, a Hotlift can identify itself only here.
             (Some(offer), Some(true) | None) => {
                 self.source = Source::Guest;
                 let takes = rules.takes;
@@ -403,7 +404,7 @@ impl MainChannel {
         }
     }
 
-    /// Handles the advice that postcopy may follow. [`Action::Advised`] empties RAM, whose present content is not the source's.
+    /// Handles the command that announces postcopy. [`Action::Advised`] empties RAM, so that every page comes from the source.
     pub(super) fn advise_guest(
         &mut self,
         rules: GuestRules,
@@ -437,12 +438,12 @@ impl MainChannel {
     }
 }
 
-/// Returns the reason to pass a stream through unparsed: this device has an early section of an unknown layout.
+/// Returns the reason to pass a stream through unparsed: the device `idstr` has an early section of an unknown layout.
 fn before_ram(idstr: &str) -> String {
     format!("device '{idstr}' sends state before RAM in an unknown layout")
 }
 
-/// Returns true if postcopy supports these host page sizes (ORed) and this target page size.
+/// Returns true if postcopy supports the host page sizes (ORed together) and the target page size.
 fn are_carried((host, target): (u64, u64)) -> bool {
     let page = PAGE_SIZE as u64;
     target == page && (page..2 * LARGEST_PAGE as u64).contains(&host)
@@ -459,15 +460,15 @@ fn over_limit(got: usize, limit: usize, what: &'static str) -> Result<(), Migrat
     }
 }
 
-/// Returns the error for undecodable bytes of main. For a device whose state a relay cannot separate in a multifd stream it
-/// names the solution: without multifd the stream is passed through.
+/// Returns the error for bytes of main that cannot be decoded. If the cause is a device whose state a relay cannot parse, the
+/// error names this device.
 pub(super) fn broken(error: WireError, early: &EarlyLengths) -> MigrationError {
     let got = match (&error, early.searched()) {
         (WireError::UnknownDevice { idstr, .. }, _) => {
             format!("the state of device '{idstr}', which sends it while the guest runs")
         }
         (WireError::NoSectionEnd { .. } | WireError::SectionLength { .. }, _) => error.to_string(),
-        // The end of that device may have been placed wrongly.
+        // The assumed end of that device's state may have been wrong.
         (_, Some(idstr)) => format!("{error}, after device '{idstr}', whose state has no length"),
         _ => return MigrationError::main_wire(error),
     };

@@ -1,4 +1,4 @@
-//! Whole streams, damaged and delayed at each byte, on a virtual clock.
+//! Tests with whole streams, damaged and delayed at each byte, on a virtual clock.
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::handshake::CONNECTED;
@@ -12,17 +12,17 @@ use hotlift_wire::multifd::{
 
 use super::*;
 
-/// Limit of the source's silence in the tests.
+/// Limit of the source's silence.
 const LIMIT: Duration = Duration::from_secs(15);
 
-/// Bit masks: all bits of a byte, and some. The second turns a command's type into EOF.
+/// Bit masks that damage a byte. The second mask turns a command's type into EOF.
 const MASKS: [u8; 4] = [0x01, 0x08, 0x80, 0xff];
 
-/// Actions of the machine, without large content and without what depends on the size of the reads.
+/// Actions of the machine, without large content, and without differences that depend on the size of the reads.
 #[derive(Debug, Clone, PartialEq)]
 enum Seen {
     Page(usize, u64, u32),
-    /// Bytes for the peer, concatenated if consecutive.
+    /// Bytes for the peer. Consecutive bytes are joined.
     Bytes(&'static str, Vec<u8>),
     Other(String),
 }
@@ -60,7 +60,7 @@ impl Seen {
         }
     }
 
-    /// Returns true if `self` equals `other` or is the beginning of its bytes.
+    /// Returns true if `self` equals `other`, or has the first bytes of `other`.
     fn begins(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Bytes(what, some), Self::Bytes(kind, all)) => {
@@ -80,7 +80,7 @@ enum End {
     Refused(String),
 }
 
-/// Actions, each with the count of consumed bytes after it.
+/// Actions, each with the count of bytes that were consumed after it; and the end of the stream.
 type Read = (Vec<(Seen, usize)>, End);
 
 /// A stream and its consumer.
@@ -89,7 +89,7 @@ struct Case {
     taker: StreamConsumer,
     multifd: bool,
     bytes: Vec<u8>,
-    /// Damage before this offset is found before any later commit.
+    /// Offset in bytes. Damage before this offset must be found before any later commit.
     covered: usize,
 }
 
@@ -102,7 +102,7 @@ impl Case {
         MainChannel::new(self.taker, silence)
     }
 
-    /// Reads `bytes`, in parts that end at `parts`, and then the end `how`.
+    /// Reads `bytes` in parts that end at the offsets `parts`, and then the end `how`.
     fn read(&self, bytes: &[u8], parts: &[usize], how: EndCause) -> Read {
         let mut machine = self.machine();
         let mut seen: Vec<(Seen, usize)> = Vec::new();
@@ -156,7 +156,7 @@ impl Case {
         panic!("{}: the machine makes no progress", self.name);
     }
 
-    /// Iterates over byte offsets: all of them, but only a sample of page content.
+    /// Iterates over byte offsets to damage: all offsets, but only a sample within page content.
     fn places(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.bytes.len()).filter(|at| {
             let near = at.saturating_sub(8)..(at + 8).min(self.bytes.len());
@@ -171,7 +171,8 @@ impl Case {
         read
     }
 
-    /// Returns true if the action may start a guest, or gives a QEMU data for good: damage must be found before.
+    /// Returns true if the action may start a guest, or permanently gives data to a QEMU. Damage must be found before such an
+    /// action.
     fn commits(&self, one: &Seen) -> bool {
         match one {
             Seen::Bytes("devices", _) => {
@@ -229,7 +230,7 @@ impl Writer {
         self.encoder.command(command, &mut self.out).unwrap();
     }
 
-    /// Writes a PING with the checksum of everything before it.
+    /// Writes a PING whose value is the checksum of everything before it.
     fn ping(&mut self) {
         self.command(Command::Ping(crc32fast::hash(&self.out)));
     }
@@ -248,7 +249,7 @@ impl Writer {
             .unwrap();
     }
 
-    /// Writes a section with pages; the last if `last`.
+    /// Writes a RAM section with pages. `last` is true for the last section.
     fn section(&mut self, first: u64, last: bool, flush: bool) {
         let Self { encoder, out } = self;
         match last {
@@ -298,7 +299,7 @@ fn guest(multifd: bool, postcopy_ram: bool) -> StreamConsumer {
 
 const TO_QEMU: StreamConsumer = StreamConsumer::Relay { into_stream: true };
 
-/// Builds a guest's stream to a guest, or to a relay that saves it.
+/// Builds a stream from a Hotlift's guest. Its reader is another guest, or a relay that saves it.
 fn of_guest(name: &'static str, taker: StreamConsumer, multifd: bool) -> Case {
     let mut writer = Writer::new();
     let mut features = Features::empty();
@@ -321,7 +322,7 @@ fn of_guest(name: &'static str, taker: StreamConsumer, multifd: bool) -> Case {
     }
 }
 
-/// Builds a guest's postcopy.
+/// Builds the postcopy stream of a Hotlift's guest.
 fn of_running_guest() -> Case {
     let mut writer = Writer::new();
     writer.open(Features::empty(), true, false);
@@ -364,7 +365,7 @@ const RELAY: Features = Features::RELAYED
     .union(Features::PACKAGE_CHECKED)
     .union(Features::CONFIRMED);
 
-/// Builds a relay's stream of a QEMU's guest.
+/// Builds a relay's stream of a QEMU.
 fn of_relay(name: &'static str, multifd: bool) -> Case {
     let mut writer = Writer::new();
     let mut features = RELAY;
@@ -392,7 +393,7 @@ fn of_relay(name: &'static str, multifd: bool) -> Case {
     }
 }
 
-/// Builds a relay's stream of a QEMU's guest that switches to postcopy.
+/// Builds a relay's stream of a QEMU that switches to postcopy.
 fn of_running_relay() -> Case {
     let mut writer = Writer::new();
     writer.open(RELAY, true, false);
@@ -415,7 +416,7 @@ fn of_running_relay() -> Case {
     }
 }
 
-/// Returns a stream of each kind that has checksums.
+/// Returns one stream of each kind that has checksums.
 fn hotlifts() -> Vec<Case> {
     vec![
         of_guest("guest", guest(false, false), false),
@@ -439,7 +440,7 @@ fn recorded(name: &str, connection: &str) -> Vec<u8> {
     zstd::stream::decode_all(file).unwrap()
 }
 
-/// Returns the count of SYNCs of a recorded channel of a guest with these RAM blocks.
+/// Returns the count of SYNCs on a recorded channel of a guest with the RAM blocks `blocks`.
 fn syncs(name: &str, blocks: &[RamBlockEntry]) -> usize {
     let channel = recorded(name, "channel-0");
     let rules = PacketRules {
@@ -648,7 +649,7 @@ fn only_a_source_without_return_path_may_close_after_eof() {
     }
 }
 
-/// Feeds a machine up to `length` bytes. Returns it, and the count of bytes not consumed.
+/// Runs a machine with the first `length` bytes. Returns the machine, and the count of bytes that it has not consumed.
 fn brought(case: &Case, length: usize) -> (MainChannel, usize) {
     let mut machine = case.machine();
     let mut taken = 0;
@@ -665,7 +666,7 @@ fn brought(case: &Case, length: usize) -> (MainChannel, usize) {
     }
 }
 
-/// Asserts that the source may be silent for exactly `limit` after `length` bytes.
+/// Asserts that after `length` bytes the source may be silent for exactly `limit`.
 fn check_silence(case: &Case, length: usize, limit: Option<Duration>) {
     let (mut machine, come) = brought(case, length);
     let begins = Instant::now();
