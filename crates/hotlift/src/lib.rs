@@ -4,23 +4,23 @@
 //! | module | contents |
 //! |---|---|
 //! | [`guest`] | interface between the engine and a virtual machine |
-//! | [`options`] | the one table of options, with QEMU's names |
+//! | [`options`] | the table of options, with QEMU's names |
 //! | [`transport`] | addresses and sockets |
-//! | [`migrate()`], [`receive()`] | sends the guest of this process to a stream, and receives it |
-//! | [`relay`] | passes a QEMU's stream to another QEMU, to a file, or from a file |
+//! | [`migrate()`], [`receive()`] | sends the guest of this process to a peer; receives a guest into this process |
+//! | [`relay`] | forwards a QEMU's stream to another QEMU or to a file, or from a file to a QEMU |
 //! | [`mod@file`] | save files |
-//! | [`lazy`] | restores a save file into a QEMU that runs its guest at once |
-//! | [`control`] | state, events and cancel |
-//! | [`progress`], [`figures`] | progress reports of a running migration, and its cost |
+//! | [`lazy`] | restores a save file into a QEMU that runs the guest at once |
+//! | [`control`] | status, events and cancel |
+//! | [`progress`], [`figures`] | progress reports of a running migration, and the cost of a finished one |
 //! | [`error`] | errors that end a migration |
 //!
-//! Inside, an operation (`ops`) connects a page source to a sink (`ends`) over a bounded number of batches (`pipe`), in QEMU's
-//! format (`stream`). `postcopy` sends pages on request. `precopy` tracks dirty pages, estimates the time to send them, and
-//! throttles the guest if there are too many.
+//! Internally, an operation (`ops`) connects a page source to a sink (`ends`). Pages pass through a limited number of batches
+//! (`pipe`), in QEMU's format (`stream`). `postcopy` sends pages on request. `precopy` tracks dirty pages, estimates the time
+//! to send them, and throttles the guest if it dirties too many.
 //!
 //! # Ownership of the guest
 //!
-//! Exactly one side may run the guest at every moment, whatever fails: the state machine in `handover` decides.
+//! At any time at most one side may run the guest, even after a failure. The state machine in `handover` decides which side.
 //!
 //! # Example
 //!
@@ -48,12 +48,12 @@
 //! }
 //! ```
 //!
-//! `examples/vmm` is a complete VMM that does this.
+//! `examples/vmm` is a complete VMM with this code.
 //!
 //! # Features
 //!
-//! - `accel`, off by default: accelerators of methods, and zero-page detection by DSA. Without it the CPU does that work, and
-//!   an accelerator that is required is an error.
+//! - `accel`, off by default: accelerators of methods, and zero page detection by DSA. Without this feature the CPU does this
+//!   work, and a required accelerator is an error.
 //! - `simulated`, for tests: a simulated DSA queue.
 
 #![forbid(unsafe_code)]

@@ -1,7 +1,7 @@
-//! Decides whether the host at the other end of a connection still answers, from the kernel's state of the connection.
+//! Decides if the host of a peer still answers, from the kernel's state of the connection.
 //!
-//! TCP_USER_TIMEOUT cannot decide this: it also ends a connection whose peer answers and only reads slowly. Without it
-//! the kernel retransmits for 15 minutes (tcp_retries2), in which its keepalive sends no probe.
+//! TCP_USER_TIMEOUT cannot decide this: it also ends a connection whose peer answers but reads slowly. Without TCP_USER_TIMEOUT
+//! the kernel retransmits for 15 minutes (tcp_retries2). During retransmissions its keepalive sends no probe.
 //!
 //! `TCP_INFO` of a sender on Linux 6.18, with a peer that ...
 //!
@@ -14,14 +14,16 @@
 //! | is stopped, and then lost its power | 0 | counts up from the next probe on | stays | grows without end | stays |
 //! | is idle, and then lost its power | 0 | counts up with each keepalive | 0 | grows without end | stays |
 //!
-//! The time since a peer's last packet means nothing by itself. The kernel probes an idle peer at the keepalive interval, and a
-//! stopped reader at intervals that double up to 2 minutes (TCP_RTO_MAX). Since Linux 6.15 the latter double up to an eighth of
-//! the limit. So a silence counts from the first sample with an unanswered segment or probe. The silence of an idle connection
-//! counts from its last packet, because its keepalive interval is short. Two probes of a stopped reader must be unanswered,
-//! because one packet may be lost. A reader that stops first and loses its power later is thus found within 4 minutes.
+//! The time since a peer's last packet means nothing by itself. The kernel probes an idle peer at the keepalive interval. It
+//! probes a stopped reader at intervals that double up to 2 minutes (TCP_RTO_MAX). Since Linux 6.15 these intervals double only
+//! up to an eighth of the limit.
 //!
-//! A peer behind an MTU black hole counts as silent although its keepalive probes arrive: the kernel does not count them as
-//! packets of the peer.
+//! So a silence starts at the first sample with an unanswered segment or probe. The silence of an idle connection starts at its
+//! last packet, because its keepalive interval is short. For a stopped reader, two probes must be unanswered, because one
+//! packet may be lost. So a reader that stops first and loses its power later is found within 4 minutes.
+//!
+//! A peer behind an MTU black hole counts as silent, although its keepalive probes arrive. The kernel does not count these
+//! probes as packets of the peer.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -33,42 +35,42 @@ use crate::control::Control;
 use crate::error::MigrationError;
 use crate::progress::{Stall, StallKind};
 
-/// Time from which a stall is reported: longer than a retransmission takes on a bad link, short for an operator.
+/// Duration from which a stall is reported. Longer than a retransmission takes on a bad link, but short for an operator.
 pub(crate) const REPORTED: Duration = Duration::from_secs(5);
 
-/// Interval of the samples: one system call a connection.
+/// Interval between two samples while data is in transit. A sample costs one system call per connection.
 pub(crate) const INTERVAL: Duration = Duration::from_millis(250);
 
-/// Interval of the samples while nothing is in transit, when only the peer's keepalive can show that it is lost. It is below
-/// [`REPORTED`], because a longer gap means that this process was stopped.
+/// Interval between two samples while nothing is in transit. Then only a keepalive probe can show that the peer is lost. The
+/// interval is shorter than [`REPORTED`], because a longer gap counts as a stop of this process.
 const IDLE_INTERVAL: Duration = Duration::from_millis(2500);
 
-/// State of a peer at one sample.
+/// State of a peer at the time of a sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PeerState {
-    /// It answers, or nothing is asked.
+    /// The peer answers, or there is nothing to answer.
     Fine,
-    /// It has sent no answer since that time.
+    /// The peer has not answered since this time.
     Silent(Instant),
-    /// It has answered, and has had no room for data since that time.
+    /// The peer's kernel answers, but has had no room for data since this time.
     NotReading(Instant),
 }
 
-/// One connection's samples.
+/// State of one connection over its samples.
 #[derive(Debug, Default)]
 struct ConnectionSamples {
-    /// Start of the present wait for an answer.
+    /// Time since when the peer must answer a segment or probe; `None` if all are answered.
     asked: Option<Instant>,
-    /// First sample with a second probe in that wait.
+    /// Time of the first sample with two unanswered probes; `None` without such a sample.
     probed_again: Option<Instant>,
-    /// Bytes that the peer has acknowledged, and the last time at which their count changed or no data waited.
+    /// Count of bytes that the peer has acknowledged, and the last time when the count changed or no data waited.
     moved: Option<(u64, Instant)>,
-    /// True if something was in transit at the last sample, or has been acknowledged since the one before.
+    /// True if data was in transit at the last sample, or if data was acknowledged since the sample before.
     is_active: bool,
 }
 
 impl ConnectionSamples {
-    /// Takes the sample at `now`, and returns the peer's state.
+    /// Records a sample of the time `now`. Returns the peer's state.
     fn take(&mut self, now: Instant, facts: &TcpSending) -> PeerState {
         let last_packet = now.checked_sub(facts.since_last_packet).unwrap_or(now);
         let is_asked = facts.in_flight > 0 || facts.probes > 0;
@@ -101,20 +103,20 @@ impl ConnectionSamples {
     }
 }
 
-/// Connections to other hosts, whose silence has a limit.
+/// Watches connections to other hosts, and finds hosts that no longer answer.
 #[derive(Debug)]
 pub struct Liveness {
-    /// Longest silence; zero for no limit.
+    /// Maximum silence; zero for no limit.
     limit: Duration,
     samples: Vec<ConnectionSamples>,
     last_sample: Option<Instant>,
     stall: Option<Stall>,
-    /// Time from the last sample to the next; `None` if no connection is to another host.
+    /// Interval to the next sample; `None` if all connections are on this host.
     interval: Option<Duration>,
 }
 
 impl Liveness {
-    /// Starts to watch `streams`. A peer is lost after a silence of `limit`; zero means never.
+    /// Starts to watch `streams`. A peer counts as lost after a silence of `limit`; zero means never.
     pub fn new<'s>(limit: Duration, streams: impl Iterator<Item = &'s Stream>) -> Self {
         let samples = streams.map(|stream| {
             stream.set_silence_limit(limit);
@@ -129,11 +131,12 @@ impl Liveness {
         }
     }
 
-    /// Samples `streams`, in the order of [`Liveness::new`], if a sample is due. Returns the worst stall. With `is_suspect`
-    /// (another fact shows that a peer may be lost), a silence is final as soon as it is reported.
+    /// Samples `streams` if a sample is due. The order of `streams` must be the same as in [`Liveness::new`]. Returns the worst
+    /// stall; `None` without a stall. `is_suspect` is true if other information suggests that a peer is lost. Then a peer
+    /// counts as lost after a silence of [`REPORTED`].
     ///
     /// # Errors
-    /// [`MigrationError::Silent`] if a peer is lost.
+    /// [`MigrationError::Silent`] if a peer counts as lost.
     pub fn poll<'s>(
         &mut self,
         streams: impl Iterator<Item = &'s Stream>,
@@ -154,11 +157,11 @@ impl Liveness {
         }
     }
 
-    /// Takes a sample of all connections at `now`.
+    /// Samples all connections at the time `now`.
     fn sample(&mut self, facts: impl Iterator<Item = Option<(TcpSending, IpAddr)>>, now: Instant) {
         let is_stale = |last_sample| now.duration_since(last_sample) >= REPORTED;
         if self.last_sample.is_some_and(is_stale) {
-            // This process itself was stopped. The activity of its peers in that time is unknown.
+            // This process was stopped in between. The activity of its peers in that time is unknown.
             self.samples.fill_with(ConnectionSamples::default);
         }
         self.last_sample = Some(now);
@@ -173,7 +176,7 @@ impl Liveness {
         });
     }
 
-    /// Returns the time of the next sample; `None` means never.
+    /// Returns the time of the next sample; `None` if no more samples are needed.
     #[must_use]
     pub fn next(&self, now: Instant) -> Option<Instant> {
         match self.last_sample {
@@ -182,7 +185,7 @@ impl Liveness {
         }
     }
 
-    /// Polls the connections of the migration of `control`, and stores the stall there for display.
+    /// Samples the connections of the migration that `control` belongs to. Stores the stall in `control`, for progress reports.
     pub(crate) fn poll_for<'s>(
         &mut self,
         control: &Control,
@@ -194,7 +197,8 @@ impl Liveness {
     }
 }
 
-/// Returns the longest silence; without one the longest time without reading.
+/// Returns the longest silence. Without a silence, returns the longest time in which a peer has not read; `None` without a
+/// stall.
 fn worst(
     samples: &mut [ConnectionSamples],
     facts: impl Iterator<Item = Option<(TcpSending, IpAddr)>>,
@@ -216,7 +220,7 @@ fn worst(
     stalls.max_by_key(|stall| (stall.kind == StallKind::Silent, stall.time))
 }
 
-/// Returns true if a stall ends the migration.
+/// Returns true if the stall must end the migration.
 fn is_lost(stall: &Stall, limit: Duration, is_suspect: bool) -> bool {
     let limit = match is_suspect {
         true if !limit.is_zero() => limit.min(REPORTED),
@@ -235,7 +239,7 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(40);
     const PEER: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 2));
 
-    /// A connection in virtual time.
+    /// A connection with a virtual clock.
     struct Virtual {
         begun: Instant,
         samples: [ConnectionSamples; 1],
@@ -249,7 +253,7 @@ mod tests {
             }
         }
 
-        /// Judges `facts`, with the time of the sample and that of the peer's last packet, both since the start.
+        /// Evaluates the sample `facts`. Both times, of the sample and of the peer's last packet, are measured from the start.
         fn at(
             &mut self,
             time: Duration,
@@ -356,7 +360,7 @@ mod tests {
         assert_eq!(peer.at(secs(6) - MS, secs(5), no_room(0)), None);
         let stall = peer.at(secs(6), secs(5), no_room(0));
         assert_eq!(stall, Some(not_reading(secs(5))));
-        // Two probes 100 s apart, each seen before its answer.
+        // Two probes 100 s apart. Each is sampled before its answer.
         for (time, last_packet) in [(60, 10), (110, 60), (160, 111)] {
             let stall = peer.at(secs(time), secs(last_packet), no_room(1)).unwrap();
             assert_eq!(stall, not_reading(secs(time - 1)));
@@ -419,7 +423,7 @@ mod tests {
         control.suspect_peer();
         let mut liveness = Liveness::new(Duration::from_secs(1), streams());
         while control.stall().is_none() {
-            // Data that fits after an acknowledgement is no progress of the reader.
+            // Data that fits only after an acknowledgement is not progress of the reader.
             let _ = sender.write(&[0; 1 << 16]);
             liveness.poll_for(&control, streams()).unwrap();
             std::thread::sleep(INTERVAL);

@@ -1,7 +1,8 @@
-//! `max-bandwidth`: one budget that all channels of a migration draw from.
+//! Rate limiter (`max-bandwidth`), shared by all channels of a migration.
 //!
-//! Each writer books its bytes before it writes, and waits until the schedule has reached them. QEMU counts bytes in windows of
-//! 100 ms, and sleeps at their ends. Booking each packet keeps the same average without bursts, which a shallow switch buffer
+//! Each writer reserves time for its bytes before it writes, and waits until the reserved time has come. QEMU counts bytes in
+//! windows of 100 ms, and sleeps at the end of each window. A reservation per packet has the same average rate, but no bursts,
+//! which a switch with a small buffer would drop.
 //! would drop.
 
 use std::sync::Arc;
@@ -12,24 +13,25 @@ use crate::figures::to_f64;
 use crate::life::Life;
 use crate::schedule::{Schedule, nanos_over, rescaled};
 
-/// Rates that limit a migration's bytes.
+/// Rates that presently limit a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Pace {
-    /// Both rates: its own and the shared one.
+    /// The migration's own rate, and the rate that it shares with other migrations.
     Running,
-    /// No rate, as in QEMU: a migration that opens at a low rate would time out.
+    /// No rate, as in QEMU: at a low rate, the start of a migration would time out.
     Opening,
-    /// Its own rate only: its guest is paused, so it takes precedence over the other migrations of the shared rate.
+    /// Only the migration's own rate. Its guest is paused, so it takes precedence over other migrations with the same shared
+    /// rate.
     Paused,
 }
 
-/// Present pace of a migration; clones share it.
+/// Present [`Pace`] of a migration. All clones share the same value.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Phase(Arc<AtomicU8>);
 
 impl Phase {
-    /// Changes the pace.
+    /// Sets the rates that limit the migration.
     pub(crate) fn set(&self, pace: Pace) {
         self.0.store(pace as u8, Ordering::Release);
     }
@@ -43,43 +45,43 @@ impl Phase {
     }
 }
 
-/// A rate that several migrations keep together ([`Control::share_rate`](crate::Control::share_rate)).
+/// Rate limit that several migrations share ([`Control::share_rate`](crate::Control::share_rate)).
 #[derive(Debug, Clone)]
 pub struct SharedRate(Arc<Pacer>);
 
 impl Default for SharedRate {
-    /// Returns a rate without a limit.
+    /// Creates a shared rate without a limit.
     fn default() -> Self {
         Self(Arc::new(Pacer::new(0)))
     }
 }
 
 impl SharedRate {
-    /// Changes the rate; 0 is unlimited.
+    /// Sets the rate in bytes per second; 0 is unlimited.
     pub fn set(&self, bytes_per_second: u64) {
         if self.0.rate.load(Ordering::Relaxed) != bytes_per_second {
             self.0.set_rate(bytes_per_second);
         }
     }
 
-    /// Waits until `bytes` of other traffic may also be sent, or until `life` stops.
+    /// Waits until `bytes` bytes of other traffic may be sent at this rate, or until `life` is cancelled or closed.
     pub(crate) fn wait(&self, bytes: usize, life: &Life) {
         self.0.wait_here(bytes, life);
     }
 }
 
-/// The budget of all channels together.
+/// Rate limiter of one migration, shared by all of its channels.
 #[derive(Debug)]
 pub(crate) struct Pacer {
-    /// Bytes a second; 0 is unlimited.
+    /// Rate in bytes per second; 0 is unlimited.
     rate: AtomicU64,
-    /// End of the bytes booked so far, at `rate`.
+    /// Time until which the rate is reserved.
     schedule: Schedule,
-    /// Number of changes of the rate so far.
+    /// Count of changes of the rate.
     changes: AtomicU64,
-    /// True if the rate must not change any more.
+    /// True once the limit was permanently removed.
     lifted: AtomicBool,
-    /// Rate that is shared with other migrations.
+    /// Rate limit that the migration shares with other migrations; `None` if it shares none.
     shared: Option<SharedRate>,
     phase: Phase,
 }
@@ -96,24 +98,24 @@ impl Pacer {
         }
     }
 
-    /// Returns this pacer, which then also keeps the rate `shared`.
+    /// Adds the rate limit `shared`, which several migrations share.
     pub(crate) fn under(self, shared: Option<SharedRate>) -> Self {
         Self { shared, ..self }
     }
 
-    /// Returns this pacer, which then follows the pace of `phase`.
+    /// Makes this pacer use the rates that `phase` selects.
     pub(crate) fn in_phase(self, phase: &Phase) -> Self {
         let phase = phase.clone();
         Self { phase, ..self }
     }
 
-    /// Changes the rate; 0 is unlimited. Bytes that are booked already, up to a packet of each channel, are rescaled to the new
-    /// rate, so that a rate that changes often is kept, too.
+    /// Sets the rate in bytes per second; 0 is unlimited. Existing reservations, up to one packet per channel, are converted to
+    /// the new rate. So the average is right even if the rate changes often.
     pub(crate) fn set_rate(&self, bytes_per_second: u64) {
         self.change(bytes_per_second, false, Instant::now());
     }
 
-    /// Removes the limit for good.
+    /// Removes the limit permanently: later changes of the rate are ignored.
     pub(crate) fn lift(&self) {
         self.change(0, true, Instant::now());
     }
@@ -130,7 +132,8 @@ impl Pacer {
         }
     }
 
-    /// Books `bytes` and waits until they may be written, or until `life` stops. Returns the time waited.
+    /// Reserves time for `bytes` bytes. Waits until they may be written, or until `life` is cancelled or closed. Returns the
+    /// time that it waited.
     pub(crate) fn wait(&self, bytes: usize, life: &Life) -> Duration {
         let pace = self.phase.get();
         if pace == Pace::Opening {
@@ -144,7 +147,7 @@ impl Pacer {
             return waited;
         }
         if pace == Pace::Paused {
-            // The other migrations wait longer in return.
+            // To compensate, the other migrations wait longer.
             shared.reserve(bytes, Instant::now());
             return waited;
         }
@@ -170,18 +173,18 @@ impl Pacer {
         }
     }
 
-    /// Returns true if there is a limit.
+    /// Returns true if the rate is limited.
     pub(crate) fn is_limited(&self) -> bool {
         self.rate.load(Ordering::Relaxed) > 0
     }
 
-    /// Returns true if the bookings have fallen behind the clock: less was sent than the limit allows, or there is no limit.
+    /// Returns true if less was sent than the limit allows, or if there is no limit.
     pub(crate) fn is_behind(&self) -> bool {
         let booked = *self.schedule.lock();
         booked.is_none_or(|until| until < Instant::now())
     }
 
-    /// Returns the time that a byte takes at the limit, in ns; 0 without a limit.
+    /// Returns the time per byte that the rate limit enforces, in ns; 0 without a limit.
     pub(crate) fn nanos_per_byte(&self) -> f64 {
         match self.rate.load(Ordering::Relaxed) {
             0 => 0.0,
@@ -189,9 +192,10 @@ impl Pacer {
         }
     }
 
-    /// Books `bytes` at `now`. Returns the time from which they may be written; `None` if they may be written at once.
+    /// Reserves time for `bytes` bytes, from the time `now`. Returns the time from which they may be written; `None` if they
+    /// may be written at once.
     fn reserve(&self, bytes: usize, now: Instant) -> Option<Instant> {
-        // Checked without the lock first: a migration without a limit is the fastest one.
+        // Checked without the lock first, so that a migration without a limit needs no lock.
         if self.rate.load(Ordering::Relaxed) == 0 {
             return None;
         }
@@ -216,7 +220,7 @@ mod tests {
         let mut now = start;
         let mut sent = 0;
         for step in 0..1000_u32 {
-            // Some writers are late; the time that they lose must not cause a burst later.
+            // Some writers are late. The time that they lose must not cause a burst later.
             now += Duration::from_millis(u64::from(step % 7 == 0) * 40);
             if let Some(until) = pacer.reserve(10_000, now) {
                 now = until;
@@ -233,7 +237,7 @@ mod tests {
         let start = Instant::now();
         let pacer = Pacer::new(rates[0]);
         let (mut allowed, mut sent) = (0.0, 0_u32);
-        // Writers, with the time until which each waits, as `wait` does.
+        // Writers. For each: the time until which it waits, as `wait` does.
         let mut ready = [start; 4];
         for tick in 0..4000_u32 {
             let now = start + Duration::from_millis(tick.into());

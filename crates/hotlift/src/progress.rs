@@ -7,7 +7,7 @@ pub use crate::auto::MethodsNow;
 use crate::figures::{ByteFigures, XbzrleFigures};
 use crate::status::Status;
 
-/// A host that stalls a migration.
+/// A host that delays a migration, because it does not answer or does not read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stall {
     /// Kind of the stall.
@@ -18,12 +18,12 @@ pub struct Stall {
     pub time: Duration,
 }
 
-/// Kinds of a [`Stall`].
+/// Kind of a [`Stall`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StallKind {
-    /// The host sends no answer: the migration fails after `silence-timeout`.
+    /// The host does not answer. The migration fails after `silence-timeout`.
     Silent,
-    /// The host's kernel answers, but its process reads nothing: the migration waits for it.
+    /// The host's kernel answers, but the process there reads nothing. The migration waits for it.
     NotReading,
 }
 
@@ -37,61 +37,61 @@ impl std::fmt::Display for Stall {
     }
 }
 
-/// A moment of a migration, as its source sees it.
+/// Progress of a migration, as its source reports it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Progress {
-    /// State of the migration.
+    /// Status of the migration.
     pub status: Status,
-    /// Present pass over the dirty pages, from 1.
+    /// Number of the present round (one pass over the dirty pages), from 1.
     pub round: u64,
-    /// Bytes of guest RAM.
+    /// Size of guest RAM in bytes.
     pub total_bytes: u64,
-    /// Bytes of pages that this round must still settle.
+    /// Bytes of dirty pages that this round must still process.
     pub remaining_bytes: u64,
     /// Bytes written to all sockets so far.
     pub transferred_bytes: u64,
-    /// Bytes written a second, since the last report.
+    /// Bytes written per second, since the last report.
     pub bytes_per_second: f64,
-    /// Pages settled a second, since the last report.
+    /// Pages processed per second, since the last report.
     pub pages_per_second: f64,
-    /// Pages that the guest dirties a second, by the last two syncs of the dirty log.
+    /// Pages that the guest dirties per second, measured between the last two syncs of the dirty log.
     pub dirty_pages_per_second: f64,
-    /// Time since the request to migrate.
+    /// Time since the migration was requested.
     pub elapsed: Duration,
-    /// Time that the rest of this round takes at the present rate; `None` before a rate is known.
+    /// Estimated time for the remaining pages of this round; `None` before a rate is known.
     pub time_left: Option<Duration>,
-    /// Time until the first page could be sent; `None` before.
+    /// Duration of the set-up; `None` before its end.
     pub setup: Option<Duration>,
-    /// Time that the pages dirty at the last sync would take at the present rate; `None` before a rate is known.
+    /// Estimated time to send the pages that were dirty at the last sync of the dirty log; `None` before a rate is known.
     pub expected_downtime: Option<Duration>,
     /// Pages sent with their content so far.
     pub normal_pages: u64,
     /// Pages sent as zero so far.
     pub zero_pages: u64,
-    /// Reads of the dirty log so far, its start included.
+    /// Count of syncs of the dirty log, including its start.
     pub dirty_syncs: u64,
-    /// Bytes, by where they went; `transferred_bytes` is their sum.
+    /// Bytes written, by kind of data. Their sum is `transferred_bytes`.
     pub bytes: ByteFigures,
-    /// Share of their time that auto-converge takes from the vCPUs, in percent; 0 if it takes none.
+    /// Throttling by auto-converge: percentage of the vCPUs' time; 0 without throttling.
     pub throttle_percent: u8,
-    /// True if auto-converge should slow the guest down, and this guest does not support it.
+    /// True if auto-converge should throttle the guest, but the guest does not support it.
     pub throttle_refused: bool,
     /// True if auto-converge is on.
     pub auto_converge: bool,
-    /// True if max-bandwidth limits the rate, and not the channels.
+    /// True if the option `max-bandwidth` limits the rate, and not the channels.
     pub bandwidth_limited: bool,
-    /// Pages that the guest has requested, in postcopy.
+    /// In postcopy: count of pages that the guest has requested.
     pub postcopy_requests: u64,
-    /// Statistics of XBZRLE, if it is on.
+    /// Statistics of XBZRLE; `None` if XBZRLE is off.
     pub xbzrle: Option<XbzrleFigures>,
-    /// Methods of the latest packets, if each packet has its own method.
+    /// Methods of the latest packets; `None` if all packets have the same method.
     pub methods: Option<MethodsNow>,
-    /// True if several rounds have left about as many dirty pages as they began with: at this rate the migration does not end.
+    /// True if the last rounds hardly reduced the count of dirty pages. At this rate the migration does not end.
     pub stalled: bool,
 }
 
 impl Progress {
-    /// Returns why the migration does not converge, for an operator; `None` while it does.
+    /// Returns the reason, for an operator, why the migration does not converge. Returns `None` if it converges.
     #[must_use]
     pub fn stall_reason(&self) -> Option<String> {
         if !self.stalled {
@@ -121,5 +121,5 @@ impl Progress {
     }
 }
 
-/// Receives reports; called from the migration thread, so it must not block for long.
+/// Callback that receives progress reports. It is called from the migration thread, so it must not block for long.
 pub type OnProgress<'a> = &'a (dyn Fn(&Progress) + Sync);

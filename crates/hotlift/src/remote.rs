@@ -1,4 +1,4 @@
-//! Peer of a connection that this side makes.
+//! Connects to a peer by address, with or without TLS.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -11,16 +11,16 @@ use crate::life::wake_fd::WakeFd;
 use crate::lock::lock;
 use crate::tls::Tls;
 
-/// Time limit for each address of the other host to accept a connection. A host that is up answers within a round trip; three
-/// lost SYN packets are sent again in this time.
+/// Time limit for a host to accept a connection, per address of the host. A host that is up accepts within a round trip. In
+/// this time, SYN packets are sent again up to three times.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Connection attempt in progress, for display; clones share it.
+/// Connection attempt in progress, for progress reports. All clones share the same state.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Connecting(Arc<Mutex<Option<(Address, Instant)>>>);
 
 impl Connecting {
-    /// Returns the address of the attempt, and its duration so far.
+    /// Returns the address of the current attempt, and its duration so far. Returns `None` if no attempt is in progress.
     pub(crate) fn address(&self) -> Option<(Address, Duration)> {
         let connecting = lock(&self.0);
         let (address, since) = connecting.as_ref()?;
@@ -32,14 +32,14 @@ impl Connecting {
     }
 }
 
-/// Lifetime and display of the connections that a migration makes.
+/// Lifetime of a migration, and its current connection attempt.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Dialing {
     pub life: Life,
     pub connecting: Connecting,
 }
 
-/// Address of the peer, and the TLS settings for it.
+/// A peer to connect to: its address, and the TLS settings for this address.
 #[derive(Debug, Clone)]
 pub(crate) struct Remote {
     address: Address,
@@ -54,8 +54,8 @@ impl Remote {
         }
     }
 
-    /// Connects, unless the migration is cancelled; `dialing` shows the attempt until its end. `timeout` limits the TLS
-    /// handshake.
+    /// Connects to the peer. A cancel of the migration ends the attempt. During the attempt, `dialing` has its address.
+    /// `timeout` limits the TLS handshake.
     pub(crate) fn connect_for(
         &self,
         dialing: &Dialing,
@@ -70,7 +70,7 @@ impl Remote {
         connected
     }
 
-    /// Connects, unless `stop` ends the attempt.
+    /// Connects to the peer. The stop condition `stop` can end the attempt.
     pub(crate) fn connect_unless(
         &self,
         timeout: Duration,
@@ -94,7 +94,7 @@ impl Remote {
         }
     }
 
-    /// Connects without a cancel; ends within twice `timeout`.
+    /// Connects to the peer. The attempt cannot be cancelled, and ends within twice `timeout`.
     pub(crate) fn connect(&self, timeout: Duration) -> Result<Stream, MigrationError> {
         let stream = self.address.connect(timeout)?;
         self.secure(stream, timeout, Stop::NEVER)
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn an_unaccepted_connection_is_shown_until_cancelled() {
-        // A listener whose queue is full answers no SYN.
+        // A listener whose queue is full does not answer a SYN.
         let family = rustix::net::AddressFamily::INET;
         let full = rustix::net::socket(family, rustix::net::SocketType::STREAM, None).unwrap();
         rustix::net::bind(&full, &std::net::SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();

@@ -1,4 +1,4 @@
-//! Schedule of a limit: each caller books its time, and waits until the schedule has reached it.
+//! Schedule of a rate limit. Each caller reserves time, and waits until the reserved time has come.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
@@ -6,22 +6,22 @@ use std::time::{Duration, Instant};
 
 use crate::lock::lock;
 
-/// Credit that unused time may build up: a few packets at usual rates, and 2 % of a second. More would cause a flood after an
-/// idle phase.
+/// Maximum unused time that can be made up for later: a few packets at usual rates, and 2 % of a second. More would cause a
+/// burst after an idle phase.
 pub(crate) const BURST: Duration = Duration::from_millis(20);
 
-/// End of everything booked so far; `None` before the first booking.
+/// Time until which the schedule is reserved; `None` before the first reservation.
 #[derive(Debug, Default)]
 pub(crate) struct Schedule(Mutex<Option<Instant>>);
 
 impl Schedule {
-    /// Locks the schedule, and returns the end of the bookings.
+    /// Locks the schedule, to read or change the time until which it is reserved.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Option<Instant>> {
         lock(&self.0)
     }
 
-    /// Books, at `now`, the duration that `time` returns under the lock; `None` books nothing. Returns begin and end of the
-    /// booking.
+    /// Reserves the duration that `time` returns. Calls `time` with the lock. Returns start and end of the reservation. If
+    /// `time` returns `None`, reserves nothing and returns `None`.
     pub(crate) fn reserve(
         &self,
         time: impl FnOnce() -> Option<Duration>,
@@ -37,7 +37,8 @@ impl Schedule {
     }
 }
 
-/// Returns the new end of a booking that ended at `until`, if the rate changes at `now` from `from` to `to`; neither is 0.
+/// Returns the new end of a reservation after a change of the rate at the time `now`. The old end is `until`. The rates `from`
+/// and `to` must not be 0.
 pub(crate) fn rescaled(until: Instant, now: Instant, from: u64, to: u64) -> Instant {
     let left = until.saturating_duration_since(now);
     match left.is_zero() {
@@ -46,7 +47,7 @@ pub(crate) fn rescaled(until: Instant, now: Instant, from: u64, to: u64) -> Inst
     }
 }
 
-/// Divides nanoseconds by a rate, which is not 0.
+/// Divides `nanos` ns by `rate`, which must not be 0.
 pub(crate) fn nanos_over(nanos: u128, rate: u64) -> Duration {
     let nanos = nanos / u128::from(rate);
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))

@@ -1,6 +1,6 @@
 //! States and events of a migration, as QMP names them.
 
-/// State of a migration; QEMU's names (`MigrationStatus`).
+/// Status of a migration, with QEMU's names (`MigrationStatus`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
@@ -11,23 +11,24 @@ pub enum Status {
     Setup,
     /// Sending rounds while the guest runs.
     Active,
-    /// The guest is paused until [`crate::Control::proceed`], with `pause-before-switchover`.
+    /// With `pause-before-switchover`: the guest is paused until [`crate::Control::proceed`] is called.
     PreSwitchover,
-    /// The guest is paused; the rest of its state is being sent.
+    /// The guest is paused; its last pages and its devices are being sent.
     Device,
-    /// The guest runs at the destination, and receives its pages on request.
+    /// The guest runs at the destination, and its missing pages follow.
     PostcopyActive,
-    /// As `PostcopyActive`, with the connection lost: see [`crate::Control::resume`] and [`crate::Control::recover`].
+    /// The guest runs at the destination, but the connection was lost. [`crate::Control::resume`] and
+    /// [`crate::Control::recover`] replace it.
     PostcopyPaused,
-    /// Another connection replaces the one that was lost.
+    /// A new connection is replacing the lost connection of a postcopy.
     PostcopyRecover,
-    /// The guest runs on the destination.
+    /// The guest runs at the destination, and the migration is finished.
     Completed,
-    /// It failed; the guest is given back to the source.
+    /// The migration has failed; the source keeps its guest.
     Failed,
-    /// A cancel was requested.
+    /// A cancel was requested, and the migration is ending.
     Cancelling,
-    /// It was cancelled; the guest runs on the source.
+    /// The migration was cancelled; the guest runs at the source.
     Cancelled,
 }
 
@@ -48,7 +49,7 @@ impl Status {
         Self::Cancelled,
     ];
 
-    /// Returns QEMU's name of the state.
+    /// Returns QEMU's name of the status.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -68,12 +69,12 @@ impl Status {
     }
 }
 
-/// Event of a migration, as it happens; QMP has the same events.
+/// Event of a migration. QMP has an event of the same name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MigrationEvent {
-    /// The state has changed (`MIGRATION`).
+    /// The status has changed (`MIGRATION`).
     Status(Status),
-    /// The dirty log was read for the n-th time; 1 is its start, when all pages count as dirty (`MIGRATION_PASS`).
+    /// The dirty log was synced for the n-th time (`MIGRATION_PASS`). 1 is the start of the log, when all pages are dirty.
     Pass(u64),
     /// The guest was stopped for the switchover (`STOP`).
     Stopped,

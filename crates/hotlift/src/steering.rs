@@ -1,4 +1,4 @@
-//! Settings that may change while a migration runs: its rates, its cores, and the goal of method auto.
+//! Settings that can change during a migration: rate limits, CPU limit, and the goal of method auto.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -9,32 +9,32 @@ use crate::lock::lock;
 use crate::options::{Options, PostcopyOptions, StreamOptions};
 use crate::pacing::{Pacer, Phase, SharedRate};
 
-/// Parts of one side of a migration that follow [`Steering::change`].
+/// The settings of one migration in this process that [`Steering::change`] can change.
 #[derive(Default)]
 pub(crate) struct Steering {
-    /// State of the guest, for pacing.
+    /// Selects the rates that limit the migration, by the state of its guest.
     phase: Phase,
     live: Mutex<Live>,
 }
 
 #[derive(Default)]
 struct Live {
-    /// The latest options of [`Steering::change`].
+    /// Options of the latest call of [`Steering::change`]; `None` before the first call.
     changed: Option<Options>,
-    /// Rate that this migration shares with others.
+    /// Rate limit that this migration shares with other migrations.
     shared: Option<SharedRate>,
-    /// Paces this migration.
+    /// Rate limiter of the migration's channels.
     pacer: Option<Arc<Pacer>>,
-    /// Paces the background pages of a postcopy.
+    /// Rate limiter of the background pages of a postcopy.
     postcopy_pacer: Option<Arc<Pacer>>,
-    /// Limits its CPU time.
+    /// CPU limit of the channel threads.
     cpu: Option<Arc<CpuBudget>>,
-    /// Chooses the method of its packets.
+    /// State of method auto.
     auto: Option<Arc<Auto>>,
 }
 
 impl Live {
-    /// Returns the changed options of the stream; `options` if there was no change.
+    /// Returns the latest changed stream options; `options` if nothing was changed.
     fn stream<'a>(&'a self, options: &'a StreamOptions) -> &'a StreamOptions {
         let changed = self.changed.as_ref();
         changed.map_or(options, |changed| &changed.stream)
@@ -42,7 +42,8 @@ impl Live {
 }
 
 impl Steering {
-    /// Applies the options that may change while a migration runs (`live` in the table of options). Ignores the others.
+    /// Applies those of `options` that can change during a migration (`live` in the table of options). Ignores all other
+    /// options.
     pub(crate) fn change(&self, options: &Options) {
         let mut live = lock(&self.live);
         live.changed = Some(options.clone());
@@ -60,17 +61,17 @@ impl Steering {
         }
     }
 
-    /// Makes the pacers created from here on keep `rate`, too.
+    /// Adds the shared rate limit `rate` to all pacers that are created afterwards.
     pub(crate) fn share_rate(&self, rate: &SharedRate) {
         lock(&self.live).shared = Some(rate.clone());
     }
 
-    /// Returns the state of the guest, which all pacers of this migration read.
+    /// Returns the phase, which selects the rates for all pacers of this migration.
     pub(crate) fn phase(&self) -> &Phase {
         &self.phase
     }
 
-    /// Returns `options` with the changes of [`Steering::change`].
+    /// Returns a copy of `options` with the changes of [`Steering::change`].
     pub(crate) fn latest(&self, options: &Options) -> Options {
         let mut latest = options.clone();
         if let Some(changed) = &lock(&self.live).changed {
@@ -79,7 +80,7 @@ impl Steering {
         latest
     }
 
-    /// Creates the pacer of all channels of the migration.
+    /// Creates the pacer (rate limiter) of all channels of the migration.
     pub(crate) fn pacer(&self, options: &StreamOptions) -> Arc<Pacer> {
         let mut live = lock(&self.live);
         let rate = live.stream(options).max_bandwidth;
@@ -90,7 +91,7 @@ impl Steering {
         pacer
     }
 
-    /// Creates the pacer of the background pages of a postcopy.
+    /// Creates the pacer (rate limiter) of the background pages of a postcopy.
     pub(crate) fn postcopy_pacer(&self, options: &PostcopyOptions) -> Arc<Pacer> {
         let mut live = lock(&self.live);
         let changed = live.changed.as_ref();
@@ -101,7 +102,7 @@ impl Steering {
         pacer
     }
 
-    /// Returns the budget of CPU time of this side's channel threads.
+    /// Returns the CPU limit of this process's channel threads. The first call creates it.
     pub(crate) fn cpu_budget(&self, options: &StreamOptions) -> Arc<CpuBudget> {
         let mut live = lock(&self.live);
         let limit = live.stream(options).cpu_limit;
@@ -111,13 +112,13 @@ impl Steering {
         Arc::clone(budget)
     }
 
-    /// Returns the CPU time that each channel thread of this side has used.
+    /// Returns the CPU time used so far, by name of channel thread.
     pub(crate) fn cpu_used(&self) -> Vec<(String, Duration)> {
         let live = lock(&self.live);
         live.cpu.as_ref().map(|cpu| cpu.used()).unwrap_or_default()
     }
 
-    /// Creates the state that chooses each packet's method; `None` if the options do not request it.
+    /// Creates the state of method auto. Returns `None` if the options select another method.
     pub(crate) fn make_auto(&self, options: &StreamOptions) -> Option<Arc<Auto>> {
         let mut live = lock(&self.live);
         let goal = live.stream(options).goal;
@@ -125,7 +126,7 @@ impl Steering {
         live.auto.clone()
     }
 
-    /// Returns the latest result of [`Steering::make_auto`].
+    /// Returns the state of method auto; `None` if [`Steering::make_auto`] was not called or returned `None`.
     pub(crate) fn auto(&self) -> Option<Arc<Auto>> {
         lock(&self.live).auto.clone()
     }

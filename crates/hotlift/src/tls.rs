@@ -1,4 +1,4 @@
-//! TLS as the options configure it.
+//! Creates the TLS configuration from the options.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,17 +12,17 @@ use hotlift_tls::{Authz, AuthzError, Credentials, CredentialsError, Settings, fi
 
 use crate::options::{Limits, TlsOptions};
 
-/// Failure to set up TLS.
+/// Error of the TLS configuration.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsSetupError {
-    /// The folder of `tls-creds`.
+    /// The folder of the option `tls-creds` cannot be used.
     #[error("tls-creds")]
     Credentials(#[from] CredentialsError),
-    /// The list of `tls-authz`.
+    /// The list of the option `tls-authz` is invalid.
     #[error("tls-authz")]
     Authz(#[from] AuthzError),
-    /// The address is for connections to or from other hosts, and there are no certificates.
+    /// The address leads to other hosts, but there are no certificates.
     #[error(
         "{address} is for other hosts, but TLS is not set up: give '--tls DIR' ('hotlift certs' makes one), or '--insecure'"
     )]
@@ -35,12 +35,15 @@ pub enum TlsSetupError {
     },
 }
 
-/// Returns the TLS that `tls-creds`, `tls-hostname` and `tls-authz` configure between two Hotlifts, to or from `address`.
-/// Without `tls-creds`, a connection that stays on this host has no TLS. Any other uses the standard folder that has
-/// certificates, or no TLS with `insecure`.
+/// Returns the TLS configuration for connections between two Hotlifts, to or from `address`. Uses the options `tls-creds`,
+/// `tls-hostname` and `tls-authz`. Without `tls-creds`:
+///
+/// - A connection that stays on this host has no TLS (`None`).
+/// - With the option `insecure`, any other connection has no TLS either.
+/// - Otherwise the first standard folder with certificates is used.
 ///
 /// # Errors
-/// [`TlsSetupError`]: the option that cannot be used, or that there are no certificates.
+/// [`TlsSetupError`]: an option cannot be used, or there are no certificates.
 pub fn of_options(
     options: &TlsOptions,
     limits: &Limits,
@@ -57,10 +60,10 @@ pub fn of_options(
     of_folder(&folder, Profile::Hotlift, options, limits).map(Some)
 }
 
-/// Returns TLS with the certificates of `folder`, and `tls-hostname` and `tls-authz` of the options.
+/// Returns the TLS configuration with the certificates in `folder`, and with `tls-hostname` and `tls-authz` of the options.
 ///
 /// # Errors
-/// [`TlsSetupError`]: the option that cannot be used.
+/// [`TlsSetupError`]: the folder or an option cannot be used.
 pub fn of_folder(
     folder: &Path,
     profile: Profile,
@@ -84,11 +87,11 @@ pub fn of_folder(
     Ok(Arc::new(Tls::new(Arc::new(credentials), settings)))
 }
 
-/// Returns TLS with a QEMU, with the certificates of `folder`. `hostname` and `verify_peer` are QEMU's `tls-hostname` and the
-/// property `verify-peer` of the connection's server.
+/// Returns the TLS configuration for connections to or from a QEMU, with the certificates in `folder`. `hostname` is QEMU's
+/// option `tls-hostname`. `verify_peer` is QEMU's property `verify-peer` at the server's end of the connection.
 ///
 /// # Errors
-/// [`TlsSetupError::Credentials`]: the part of the folder that cannot be used.
+/// [`TlsSetupError::Credentials`]: the folder cannot be used.
 pub fn of_qemu(
     folder: &Path,
     hostname: Option<&str>,
@@ -117,7 +120,7 @@ mod tests {
             of_options(&options, &Limits::default(), &address.parse().unwrap())
         };
         for address in ["tcp::1", "tcp:0.0.0.0:1", "tcp:[::]:1", "tcp:192.0.2.1:1"] {
-            // This machine may have certificates, or not.
+            // This machine may have certificates or none.
             assert!(!matches!(of(address, false), Ok(None)), "{address}");
             assert!(matches!(of(address, true), Ok(None)), "{address}");
         }
