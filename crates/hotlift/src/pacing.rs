@@ -3,7 +3,6 @@
 //! Each writer reserves time for its bytes before it writes, and waits until the reserved time has come. QEMU counts bytes in
 //! windows of 100 ms, and sleeps at the end of each window. A reservation per packet has the same average rate, but no bursts,
 //! which a switch with a small buffer would drop.
-//! would drop.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};

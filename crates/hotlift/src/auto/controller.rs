@@ -2,8 +2,8 @@
 //!
 //! The controller learns one number, the **price**: the CPU time that one byte less on the wire is worth. It selects the
 //! encoding with the lowest cost: CPU time plus bytes at that price. At a price of zero that is the uncompressed packet. The
-//! higher the price, the stronger the compression. So each useful candidate has its own range of prices, and a candidate that
-//! never pays off for this content on these hosts is never selected.
+//! higher the price, the stronger the compression. So each useful candidate has its own range of prices. A candidate that never
+//! pays off for this content on these hosts is never selected.
 //!
 //! # Learning the price
 //!
@@ -13,9 +13,9 @@
 //! Waiting time counts only if a higher price would have changed the packet's encoding, and idle time only if a lower price
 //! would have. For example, a wait after incompressible content teaches nothing.
 //!
-//! The kernel's queues contain less than a packet per channel, so an average is not enough: when content changes, the wire or
-//! the CPUs become idle before any average reacts. So each packet's price is the learnt price, raised if the channel's queue is
-//! full, and lowered if it is empty. As a result two candidates are mixed, and wire and CPUs are both fully used where one
+//! The kernel's queues contain less than a packet per channel, so an average reacts too late. When content changes, the wire or
+//! the CPUs are idle before the average has changed. So each packet's price is the learnt price, raised if the channel's queue
+//! is full, and lowered if it is empty. As a result two candidates are mixed, and wire and CPUs are both fully used. One
 //! candidate alone would leave one of them idle.
 //!
 //! If a packet's encoding takes longer than the channel's queue lasts, the wire is idle, unless another channel has data to
@@ -88,8 +88,8 @@ const FAR_SPEED: f64 = 0.2;
 /// Maximum fraction of the time that threads may wait without a bottleneck: for the destination or for the wire.
 const WAITING: f64 = 0.02;
 
-/// Interval, in packets, between two packets that try a candidate that was not measured: an accelerator, or a candidate whose
-/// estimated cost is close to the best.
+/// Interval, in packets, between two tries of a candidate that was not measured. Such a candidate is an accelerator, or has an
+/// estimated cost close to the best.
 const EXPLORING: u64 = 16;
 
 /// Maximum estimated cost, relative to the best one, of a candidate that is worth a try.

@@ -144,9 +144,9 @@ impl LinkMeter {
     /// there are enough samples.
     ///
     /// The kernel attributes waiting time to the destination only while the destination's receive buffer is full. On a link
-    /// without a limit that was a third of the senders' waiting time, although the destination's threads caused all of it. So
-    /// for a destination that reports its load, the wire counts as the cause under two conditions: the destination has nothing
-    /// to read, and the socket has data to deliver.
+    /// without a limit that was a third of the senders' waiting time, although the destination's threads caused all of it. So a
+    /// destination may report its load. Then the wire counts as the cause only while the destination has nothing to read and
+    /// the socket has data to deliver.
     pub(crate) fn waits_for(&self) -> [f64; 2] {
         if !self.reports_load {
             return [1.0, 0.0];

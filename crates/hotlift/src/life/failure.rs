@@ -37,9 +37,9 @@ impl Failure {
         self.lock().is_set()
     }
 
-    /// Takes the error; returns `None` if there is none. If the error is a lost or closed connection, the result is the
-    /// destination's error message, if there is one, with that error as its cause. A timeout here is not replaced: after the
-    /// timeout, the destination only reports that the source disconnected.
+    /// Takes the error; returns `None` if there is none. A lost or closed connection is replaced by the destination's error
+    /// message, if there is one; the loss is then the cause of that error. A timeout here is not replaced: after the timeout,
+    /// the destination only reports that the source disconnected.
     pub(crate) fn take(&self) -> Option<MigrationError> {
         let mut first = std::mem::take(&mut *self.lock());
         first.apply_reason();

@@ -202,8 +202,8 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.write(&mut OutputPath::Main(turn), block, batch)
     }
 
-    /// Returns true if neighbours of a requested page can be sent on main at once: no request waits, there is no rate limit,
-    /// and the socket has room.
+    /// Returns true if neighbours of a requested page can be sent on main at once. Three conditions: no request waits, there is
+    /// no rate limit, and the socket has room.
     fn takes_no_time(&self) -> bool {
         let is_waiting = self.ledger.order.lock().is_waiting();
         !is_waiting && !self.pace.is_limited() && self.link.transport.is_writable()

@@ -50,9 +50,9 @@ pub(crate) fn close(streams: &[&Stream]) {
 
 /// Closes a QEMU's `main` channel. Then reads and drops the content of the multifd `channels`, until QEMU closes them.
 ///
-/// If a QEMU finds a multifd channel closed at a sync point, it may wait forever for that channel's thread (QEMU 7.2: in 6 of
-/// 160 saves that were rejected at their start). Then the migration never ends, and this QEMU accepts no other migration. If
-/// only main is closed, QEMU ends the round, finds the error, and closes the multifd channels itself.
+/// If a QEMU finds a multifd channel closed at a sync point, it may wait forever for that channel's thread. (QEMU 7.2 did so in
+/// 6 of 160 saves that were rejected at their start.) Then the migration never ends, and this QEMU accepts no other migration.
+/// If only main is closed, QEMU ends the round, finds the error, and closes the multifd channels itself.
 pub(crate) fn leave_qemu(main: &Stream, channels: &[Stream]) {
     main.cut();
     let deadline = Instant::now() + CHANNELS_CLOSE;

@@ -38,7 +38,7 @@ pub(crate) struct MainSend {
     /// CRC-32 of all written bytes; `None` if the destination will not ask for it.
     crc: Option<crc32fast::Hasher>,
     in_section: bool,
-    /// True if the current or next RAM section is the last one.
+    /// True once the last RAM section has begun, or is the next one.
     completing: bool,
 }
 
@@ -170,7 +170,7 @@ impl MainSend {
         self.flush()
     }
 
-    /// Makes the current or next RAM section the last one.
+    /// Makes the next RAM section the last one.
     pub(crate) fn complete(&mut self) {
         self.completing = true;
     }

@@ -3,7 +3,6 @@
 //!
 //! The source makes the connection just before the switch to postcopy. Its records are not in sections. A QEMU sends nothing on
 //! it before the first record. A source whose peer is a Hotlift first sends the migration's id.
-//! record; a source that knows its peer as a Hotlift sends it the migration's name first.
 
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -423,8 +423,8 @@ impl Restore<'_> {
             asked = Instant::now();
             let is_idle = loading == Loading::Idle;
             let is_idle_again = std::mem::replace(&mut was_idle, is_idle) && is_idle;
-            // A QEMU that loads the devices answers the PING before its main loop returns. Only this side may not have read the
-            // answer yet.
+            // A QEMU that loads the devices answers the PING before its main loop returns. Only the reader thread of this process
+            // may not have read the answer yet.
             let is_answered = || {
                 answers.next_pong().is_none()
                     || link.transport.wait_readable(Duration::ZERO).unwrap_or(true)
@@ -440,9 +440,8 @@ impl Restore<'_> {
         outcome
     }
 
-    /// Waits, for at most [`REASON`], until QEMU reports over QMP why it has refused the devices. Must run before the
-    /// connection is closed: the refusal on the stream comes earlier than the reason, and QEMU 10 exits when the connection is
-    /// closed.
+    /// Waits, for at most [`REASON`], until QEMU reports over QMP why it has refused the devices. The refusal on the stream
+    /// comes earlier than this reason. Must run before the connection is closed, because QEMU 10 then exits.
     fn await_reason(&self) {
         let until = Instant::now() + REASON;
         while let Some(loading) = self.hooks.loading

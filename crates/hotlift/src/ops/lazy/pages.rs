@@ -129,8 +129,11 @@ impl Pages for FilePages<'_> {
         })
     }
 
-    /// Returns the next pages for the background: pages that the guest wrote last, then pages near requested pages, then all of
-    /// RAM from the lowest page on. Returns `None` after the last page.
+    /// Returns the next pages for the background; `None` after the last page. The order:
+    ///
+    /// - pages that the guest wrote last
+    /// - pages near requested pages
+    /// - all of RAM, from the lowest page on
     fn next(&self) -> Result<Option<Vec<Place>>, MigrationError> {
         if let Some(written) = self.next_written_last()? {
             return Ok(Some(written));

@@ -40,8 +40,8 @@ const FIRST_PAGES: Duration = Duration::from_secs(1);
 /// Maximum count of packets that are searched for the first page: a barrier or two may precede it.
 const FIRST_PACKETS: usize = 3;
 
-/// Maximum count of huge pages of a channel that have partly arrived: the huge page that is being sent, and huge pages whose
-/// batches are being written.
+/// Maximum count of a channel's huge pages that have partly arrived: one that is being sent, and others whose batches are being
+/// written.
 const HUGE_PAGES: usize = 8;
 
 /// Poll interval of the wait for the first page.

@@ -1,5 +1,7 @@
-//! The part of the main channel after RAM: devices, the PING that asks if they are loaded, the last byte (EOF), and the release
-//! of the guest.
+//! The part of the main channel after RAM:
+//!
+//! - devices, and the PING that asks if they are loaded
+//! - the last byte (EOF), and the release of the guest
 
 use hotlift_wire::limits;
 use hotlift_wire::main_channel::{
