@@ -133,7 +133,7 @@ impl Liveness {
 
     /// Samples `streams` if a sample is due. The order of `streams` must be the same as in [`Liveness::new`]. Returns the worst
     /// stall; `None` without a stall. `is_suspect` is true if other information suggests that a peer is lost. Then a peer
-    /// counts as lost after a silence of [`REPORTED`].
+    /// counts as lost after a silence of 5 s, or of the limit if that is shorter.
     ///
     /// # Errors
     /// [`MigrationError::Silent`] if a peer counts as lost.

@@ -10,9 +10,9 @@ use crate::status::Status;
 /// A host that delays a migration, because it does not answer or does not read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stall {
-    /// Kind of the stall.
+    /// Kind of the stall: no answer, or no reading.
     pub kind: StallKind,
-    /// Address of the host.
+    /// Address of the host that does not answer or does not read.
     pub peer: IpAddr,
     /// Time since the stall began.
     pub time: Duration,

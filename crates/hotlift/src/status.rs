@@ -4,12 +4,12 @@
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
-    /// Not started.
+    /// The migration has not started.
     #[default]
     None,
-    /// Connecting and sending the list of RAM blocks.
+    /// The source connects, and sends the list of RAM blocks.
     Setup,
-    /// Sending rounds while the guest runs.
+    /// The source sends rounds of dirty pages while the guest runs.
     Active,
     /// With `pause-before-switchover`: the guest is paused until [`crate::Control::proceed`] is called.
     PreSwitchover,

@@ -27,7 +27,7 @@ pub enum TlsSetupError {
         "{address} is for other hosts, but TLS is not set up: give '--tls DIR' ('hotlift certs' makes one), or '--insecure'"
     )]
     Insecure {
-        /// Address that leads to other hosts.
+        /// The address that leads to other hosts.
         address: Address,
         /// Reason why no certificates were found in the standard folders.
         #[source]

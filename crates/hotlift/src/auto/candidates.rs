@@ -79,7 +79,7 @@ const fn device(method: Method) -> Candidate {
     Candidate { method, level: 0 }
 }
 
-/// Uncompressed pages.
+/// The candidate that sends pages uncompressed.
 pub(crate) const RAW: Candidate = Candidate {
     method: Method::None,
     level: 0,

@@ -54,7 +54,7 @@ struct Choices {
 /// Recent state of the link.
 #[derive(Debug, Clone, Copy)]
 struct LinkState {
-    /// Result of [`LinkMeter::waits_for`].
+    /// Result of [`LinkMeter::waits_for`]: the parts of the waiting time that the wire and the destination cause.
     waits_for: [f64; 2],
     /// Time of the wire to transmit a byte, in ns; 0 while unknown.
     nanos_per_byte: f64,

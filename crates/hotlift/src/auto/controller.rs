@@ -152,9 +152,9 @@ pub(crate) struct PacketTime {
 /// Resource that limits the throughput at present.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Bottleneck {
-    /// Threads wait for the wire.
+    /// The link: threads wait for the wire.
     Link,
-    /// The wire waits for threads.
+    /// The CPUs: the wire waits for threads.
     Cores,
 }
 
@@ -163,9 +163,9 @@ pub(crate) enum Bottleneck {
 struct CostWeights {
     /// CPU time in ns that one byte less on the wire is worth.
     byte: f64,
-    /// Weight of a ns of the destination's CPU time.
+    /// Cost of a ns of the destination's CPU time, relative to the source's.
     far: f64,
-    /// Weight of a ns in which the wire is idle.
+    /// Cost of a ns in which the wire is idle, in ns of the source's CPU time.
     idle: f64,
     /// Time for which the channel's queued data keeps the wire busy, in ns per byte of a packet.
     lasts: f64,
@@ -174,7 +174,7 @@ struct CostWeights {
 /// Recent activity of the threads, in ns. Older activity counts less.
 #[derive(Debug, Clone, Copy, Default)]
 struct ThreadActivity {
-    /// Wall-clock time.
+    /// Elapsed time, counted once for all threads.
     time: f64,
     /// Elapsed time, summed over all threads.
     elapsed: f64,
@@ -235,7 +235,7 @@ pub(crate) struct Controller {
     /// Count of packets whose encoding was selected. Determines the variation of the price.
     turn: u64,
     explored: u64,
-    /// Count of consecutive sampled packets that were sent uncompressed.
+    /// Count of sampled packets, since the last compressed one, that were sent uncompressed.
     same: u64,
     /// Average time of a thread per packet, in ns.
     pace: Average,

@@ -193,12 +193,12 @@ impl Costs {
         }
     }
 
-    /// Records the CPU time of sending, in ns per byte on the wire.
+    /// Records the source's CPU time to send a byte on the wire, in ns.
     pub(crate) fn sent(&mut self, ns: f64) {
         self.send.add(ns);
     }
 
-    /// Records the destination's CPU time, in ns per byte of pages sent by `candidate`.
+    /// Records the destination's CPU time to decode a byte of pages sent by `candidate`, in ns.
     pub(crate) fn decoded(&mut self, candidate: usize, ns: f64) {
         self.decode[candidate].add(ns);
     }

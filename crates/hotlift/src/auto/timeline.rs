@@ -22,7 +22,7 @@ pub struct MethodsNow {
     pub shares: Vec<(String, f64)>,
 }
 
-/// Human-readable text.
+/// Writes the bottleneck and the distribution for an operator, for example "link is the limit: 80 % zstd".
 impl std::fmt::Display for MethodsNow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let limit = match self.link_is_the_limit {

@@ -150,7 +150,7 @@ impl Life {
         self.is_closed() || self.is_cancelled()
     }
 
-    /// Returns an error once [`Life::close`] was called.
+    /// Returns [`Closed`] as an error once [`Life::close`] was called.
     pub(crate) fn check_open(&self) -> Result<(), Closed> {
         match self.is_closed() {
             true => Err(Closed),
@@ -197,7 +197,7 @@ impl Life {
 struct Clock {
     #[cfg(test)]
     ahead: Mutex<Duration>,
-    /// Time at which the clock was stopped.
+    /// Time at which a test stopped the clock; `None` while the clock runs.
     #[cfg(test)]
     stopped: Mutex<Option<Instant>>,
 }

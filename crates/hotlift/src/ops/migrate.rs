@@ -90,7 +90,7 @@ pub fn migrate(
     })
 }
 
-/// Runs the migration thread.
+/// Runs the migration thread (`mig/src/main`) from start to end.
 fn run(
     guest: &dyn Guest,
     to: &Address,

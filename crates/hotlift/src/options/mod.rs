@@ -42,7 +42,7 @@ pub enum OptionError {
         /// The name as given.
         name: String,
     },
-    /// The value is outside the option's range, or not a valid value at all.
+    /// The value is invalid, or outside the option's range.
     #[error("parameter '{name}' expects {expected}, got '{got}'")]
     Value {
         /// The option's name.
@@ -93,13 +93,13 @@ pub struct OptionInfo {
     pub values: Values,
     /// Unit of the option's number; empty without a unit.
     pub unit: &'static str,
-    /// True if a change takes effect in a running migration.
+    /// True if the option can change during a migration.
     pub live: bool,
     /// Section of help that shows the option.
     pub group: Group,
     /// Roles that reject this option or one of its values, in addition to the roles that its group excludes.
     pub not_for: &'static [NotFor],
-    /// Defaults that differ from [`OptionInfo::default`], by role.
+    /// Defaults of roles that differ from [`OptionInfo::default`].
     pub defaults: &'static [RoleDefault],
     /// Setting without which this option has no effect. QMP does not check this, because the operator may set the other option
     /// later; QEMU does not check it either.

@@ -39,13 +39,13 @@ macro_rules! options {
 }
 
 options! {
-    /// All options of a guest's migration, at either end.
+    /// All options of the migration of a guest of this process, at source or destination.
     pub struct Options {
         /// Format of the stream.
         pub stream: StreamOptions = StreamOptions::default(),
         /// Limits for the peer.
         pub limits: Limits = Limits::default(),
-        /// Encryption.
+        /// TLS encryption.
         pub tls: TlsOptions = TlsOptions::default(),
         /// Detection of zero pages; used at the source.
         pub zero_pages: ZeroPageOptions = ZeroPageOptions::default(),
@@ -131,7 +131,7 @@ options! {
         pub handshake_timeout: Duration = Duration::from_secs(30),
     }
 
-    /// Encryption of connections to other hosts.
+    /// TLS encryption of connections to other hosts.
     pub struct TlsOptions {
         /// Folder with the certificates for TLS; empty if TLS is off.
         pub creds: String = String::new(),
@@ -185,13 +185,13 @@ options! {
         pub max: u8 = 99,
     }
 
-    /// Postcopy.
+    /// Options of postcopy, in which the guest runs at the destination before all of its pages have arrived.
     pub struct PostcopyOptions {
         /// True if the guest may run at the destination before all of its pages have arrived.
         pub ram: bool = false,
         /// True if requested pages have a separate connection.
         pub preempt: bool = false,
-        /// True if the destination measures how long its vCPUs wait for pages.
+        /// True if the destination measures how long its vCPUs are blocked until missing pages arrive.
         pub blocktime: bool = false,
         /// Rate limit for pages that the guest has not requested, in bytes per second; 0 is unlimited.
         pub max_bandwidth: u64 = 0,

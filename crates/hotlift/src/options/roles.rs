@@ -52,13 +52,13 @@ pub enum Group {
     Channels,
     /// Formats of pages on the main channel.
     Main,
-    /// Devices that detect zero pages.
+    /// DSA devices that detect zero pages.
     Devices,
     /// Throttling of the vCPUs by auto-converge.
     Throttle,
     /// The switchover of the guest.
     Switchover,
-    /// Encryption.
+    /// TLS encryption.
     Tls,
     /// Names of permitted peers.
     TlsNames,
@@ -72,7 +72,7 @@ pub enum Group {
 }
 
 impl Group {
-    /// Returns true if short help shows the group.
+    /// Returns true if the short help (`-h`) shows the section.
     #[must_use]
     pub fn is_in_short_help(self) -> bool {
         matches!(self, Self::Everyday(_) | Self::Tls)
@@ -138,17 +138,17 @@ pub struct RoleDefault {
 /// Setting without which an option has no effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum With {
-    /// `multifd=on`.
+    /// The option needs `multifd=on`.
     Multifd,
-    /// `compress=on`.
+    /// The option needs `compress=on`.
     Compress,
-    /// `xbzrle=on`.
+    /// The option needs `xbzrle=on`.
     Xbzrle,
-    /// `auto-converge=on`.
+    /// The option needs `auto-converge=on`.
     AutoConverge,
-    /// `postcopy-ram=on`.
+    /// The option needs `postcopy-ram=on`.
     PostcopyRam,
-    /// `zero-page-detection=dsa-accel`.
+    /// The option needs `zero-page-detection=dsa-accel`.
     DsaAccel,
 }
 

@@ -37,7 +37,7 @@ pub enum Goal {
     /// Shortest total time.
     #[default]
     Fastest,
-    /// Least CPU time of both hosts.
+    /// Least CPU time of source and destination together.
     LeastCpu,
     /// Shortest pause of the guest, below `downtime-limit`, that is possible while the guest dirties pages.
     ShortestDowntime,

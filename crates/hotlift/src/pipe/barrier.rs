@@ -19,7 +19,7 @@ struct State {
     arrived: usize,
     /// Count of channels that have ended between packets and will not arrive.
     ended: usize,
-    /// Count of barriers passed.
+    /// Count of barriers that all channels have passed.
     passed: u64,
 }
 

@@ -18,7 +18,7 @@ pub(crate) struct Batch {
     pub normal: Vec<u64>,
     /// Byte offsets, within the RAM block, of the zero pages.
     pub zero: Vec<u64>,
-    /// True if the pages were records of the main channel.
+    /// True if the pages have arrived as records of the main channel.
     pub from_main: bool,
     pages: Box<[u8]>,
     /// Pages that capability `compress` has compressed: byte offset, and length of the page's zlib stream.

@@ -73,7 +73,7 @@ pub(crate) struct Session<'a> {
     pub sink: &'a dyn Sink,
     /// Counters of each incoming multifd channel. The last entry counts the main channel.
     pub received: Vec<Counters>,
-    /// Pages that workers have forwarded.
+    /// Counts of pages that workers have forwarded: with content, and zero.
     pub pages: Counters,
     pub barriers: AtomicU64,
     pub threads: ThreadTimes,

@@ -34,7 +34,7 @@ impl UnusedRam {
     }
 }
 
-/// Settings of a relay.
+/// Settings of a relay for one migration.
 #[derive(Debug, Clone)]
 pub struct RelaySettings {
     /// Options of the outgoing stream: multifd channels, method, level and bandwidth.

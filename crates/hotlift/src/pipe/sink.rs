@@ -184,7 +184,7 @@ pub(crate) trait Sink: Sync {
     /// Returns the count of bytes written so far on all channels.
     fn sent_bytes(&self) -> u64;
 
-    /// Returns the name of the page compression method, for the report.
+    /// Returns the name of the page compression method.
     fn method(&self) -> &'static str;
 
     /// Returns the statistics of each method; empty if all packets have the same method.

@@ -21,7 +21,7 @@ use crate::stream::multifd_recv::{
 /// Main channel and multifd channels from a source.
 pub(crate) struct StreamIn {
     pub main: Stream,
-    /// Multifd channels by id.
+    /// Multifd channels, in the order of their ids.
     pub multifd: Vec<Stream>,
     /// Layout of the source's packets.
     pub layout: PacketLayout,

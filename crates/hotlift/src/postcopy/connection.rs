@@ -19,7 +19,7 @@ use crate::stream::main_send::{MainLink, MainSend, PageRecords};
 use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::{Answers, AnswersGuard, Messages};
 
-/// Maximum count of background threads.
+/// Maximum count of threads that send pages in the background.
 const THREADS: usize = 4;
 
 /// Separate connection for requested pages.

@@ -16,7 +16,7 @@ pub(crate) struct PrefetchQueue {
     pages: Vec<usize>,
     /// For each RAM block, the bitmap of the groups in which a page was requested.
     asked: Vec<DirtyBitmap>,
-    /// First requested page of each group, the latest at the end.
+    /// First requested page of each group whose neighbours were not returned yet; the latest is at the end.
     waiting: Mutex<Vec<Place>>,
 }
 

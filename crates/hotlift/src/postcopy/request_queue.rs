@@ -15,7 +15,7 @@ const MAX_QUEUED_NEIGHBOURS: usize = 32;
 /// pass a slow link.
 pub(super) const FINAL_STATEMENT_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Request for a page.
+/// Request of the destination for a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Request {
     /// Index of the RAM block.

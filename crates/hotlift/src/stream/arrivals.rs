@@ -20,7 +20,7 @@ use crate::stream::rejections::Rejections;
 pub(crate) type Check<'a> =
     &'a dyn Fn(&InitialPacket, &[(InitialPacket, Stream)]) -> Result<(), MigrationError>;
 
-/// Connections that have arrived so far.
+/// Connections of one migration that have arrived so far.
 pub(crate) struct Arrivals<'a> {
     pub accept_loop: AcceptLoop<'a>,
     rejections: Rejections,
@@ -33,7 +33,7 @@ pub(crate) struct Arrivals<'a> {
     refused: Option<Stream>,
     /// True if the source has identified itself as a Hotlift.
     pub is_hotlift: bool,
-    /// Time at which the first connection was accepted.
+    /// Time at which the first connection was accepted; `None` before.
     pub since: Option<Instant>,
     /// Host of the first identified connection. All later connections must be from this host.
     host: Option<Host>,

@@ -34,7 +34,7 @@ pub(crate) struct Decided {
     encode: Option<EncodingCost>,
 }
 
-/// Encoder state of one channel.
+/// State of the encoder of one channel.
 pub(crate) struct AutoEncoder<'a> {
     auto: &'a Auto,
     id: u8,

@@ -103,7 +103,7 @@ impl<'a> MainInput<'a> {
         &self.buffer[self.unread.clone()]
     }
 
-    /// Takes `length` unread bytes.
+    /// Marks `length` unread bytes as taken.
     pub(crate) fn take(&mut self, length: usize) {
         self.unread.start += length;
     }

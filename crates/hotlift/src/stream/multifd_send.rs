@@ -52,7 +52,7 @@ const GATHERED_HEADERS: usize = 48 << 10;
 /// Time to wait for the destination's reason, after the destination has closed a connection.
 const REASON_WAIT: Duration = Duration::from_millis(200);
 
-/// Content of the opening packet of each channel.
+/// Content of the opening packet that each multifd channel begins with.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ChannelOpening {
     /// UUID of the VM; all zero if it has none.
@@ -348,7 +348,7 @@ pub(crate) struct PacketSender<'a> {
 
 /// Encoding of the packets that a thread sends.
 enum Coding<'a> {
-    /// Uncompressed.
+    /// No encoding: all packets are uncompressed.
     Raw,
     /// The same method for all packets.
     One(Encoder),

@@ -38,7 +38,7 @@ impl PreemptIn {
         Self(WaitMutex::new(life, None))
     }
 
-    /// Stores the connection that has arrived.
+    /// Stores the connection, and wakes the thread that waits for it.
     pub(crate) fn put(&self, stream: Stream) {
         self.0.change(|arrived| *arrived = Some(Arc::new(stream)));
     }
@@ -138,7 +138,7 @@ pub(crate) struct PreemptOut {
     out: Mutex<Vec<u8>>,
     /// True once a page was sent on this connection.
     is_used: AtomicBool,
-    /// True once the peer has read a page.
+    /// True once the peer has read a page from this connection.
     was_read: AtomicBool,
 }
 

@@ -25,7 +25,7 @@ use crate::stream::handshake;
 #[derive(Debug)]
 pub(crate) struct Messages {
     channel: Channel,
-    /// Bytes of an incomplete message.
+    /// Bytes that were read, but not decoded yet: an incomplete message at the end.
     pending: Vec<u8>,
     /// True if `pending` may contain complete messages.
     has_more: bool,
@@ -203,7 +203,7 @@ struct ReceivedMessages {
     statement: Option<DestinationStatement>,
     /// State of the guest at the destination.
     doing: GuestActivity,
-    /// The destination's error text.
+    /// The destination's reason for a failure; `None` if it has sent none.
     reason: Option<String>,
     /// True once all connections have ended, so that no more messages can arrive.
     ended: bool,

@@ -25,7 +25,7 @@ const CHUNK: f64 = 131_072.0;
 /// Unsent bytes at which a channel's write blocks (`TCP_NOTSENT_LOWAT`). The write continues at half of this value.
 const LOW_WATER: f64 = 262_144.0;
 
-/// Capacity of a channel's receive buffer.
+/// Size of a channel's receive buffer in bytes.
 const RECEIVE_BUFFER: f64 = 4_194_304.0;
 
 /// CPU time to sample a packet, in ns.
@@ -144,11 +144,11 @@ struct Sender {
     packet: Packet,
     to_write: f64,
     reported: f64,
-    /// Idle time of the wire up to that report.
+    /// Idle time of the wire until the sender's last report.
     idle: f64,
-    /// Time blocked since then.
+    /// Time, since the sender's last report, in which its channel's queue was full.
     blocked: f64,
-    /// Time of the last measurement of the channel's limit, and values since then.
+    /// Time when the sender last measured what limits its channel. The next fields count since this time.
     looked: f64,
     blocked_by_wire: f64,
     blocked_by_far: f64,

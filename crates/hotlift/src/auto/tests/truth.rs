@@ -16,7 +16,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Returns a number from 0 to 1.
+    /// Returns a random number from 0 to 1.
     pub(super) fn unit(&mut self) -> f64 {
         to_f64(self.next() >> 11) / to_f64(1 << 53)
     }

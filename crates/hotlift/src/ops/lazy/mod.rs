@@ -135,7 +135,7 @@ pub struct LazyReport {
     /// Pages that the guest had before a resumed restore.
     #[serde(default)]
     pub pages_before: u64,
-    /// Pages with content that were sent.
+    /// Count of pages with content that were sent.
     pub normal_pages: u64,
     /// Zero pages sent:
     ///

@@ -23,7 +23,7 @@ const FAR_SHARE: usize = 1024;
 /// Blocks of the file that a background thread takes at a time, of the blocks with the pages that the guest wrote last.
 const WRITTEN: usize = 32;
 
-/// Callback for a damaged part of a file.
+/// Callback that receives each damaged part of a file.
 type OnLost<'a> = &'a (dyn Fn(&LostPages) + Sync);
 
 /// A save file, as a source of requested pages and of background pages.

@@ -73,7 +73,7 @@ fn run<P: PageMap>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed
     Ok(session.relayed(&opening.configuration.machine))
 }
 
-/// Runs the main thread.
+/// Runs the main thread: opens the stream, waits until the workers have sent all pages, sends the devices, and commits.
 fn pass_on<P: PageMap>(
     session: &Session<'_>,
     file: &FileSource<P>,

@@ -193,7 +193,7 @@ fn client(rng: &mut fastrand::Rng, needs_pass: bool, comes: Time) -> (Client, St
 }
 
 impl Client {
-    /// Sends the bytes that are due by `now`.
+    /// Sends all bytes that the client's plan has for times up to `now`.
     fn act(&mut self, now: Time) {
         if self.is_closed {
             return;

@@ -43,7 +43,7 @@ use crate::guest::DeviceState;
 
 pub(crate) use set_up::{EarlySections, LARGEST_PAGE, RamLayout, Setup};
 
-/// Section type that ends QEMU's format (`QEMU_VM_EOF`).
+/// Marker byte at the end of a stream (`QEMU_VM_EOF`).
 pub(crate) const EOF: u8 = 0x00;
 
 /// Maximum size of the state of all devices of a guest, in bytes. The built-in guests have some KiB per vCPU. A large VM with
@@ -76,7 +76,7 @@ pub(crate) enum SilenceLimit {
     /// The limit applies only within a record. A source writes each record in one piece. An incomplete record has a damaged
     /// length, and the missing bytes never come. Between records, silence is normal.
     WithinRecords(Duration),
-    /// No limit.
+    /// The source may be silent without a limit.
     Unlimited,
 }
 
@@ -99,7 +99,7 @@ pub(crate) struct GuestRules {
     pub is_hotlift: Option<bool>,
 }
 
-/// Kind of the source.
+/// Program that sends the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Source {
     Qemu,
@@ -162,7 +162,7 @@ pub(crate) enum Action<'a> {
     },
     /// The source makes a separate connection for requested pages (`postcopy-preempt`).
     Preempt,
-    /// Discard the pages in these ranges.
+    /// Discard the pages in these ranges of a RAM block, because the source will send newer content.
     Discard {
         block: usize,
         ranges: Ranges<'a>,
@@ -187,7 +187,7 @@ pub(crate) enum Action<'a> {
     Eof {
         unasked: bool,
     },
-    /// For a relay: the last bytes of the stream, from EOF on.
+    /// For a relay: forward the last bytes of the stream, which begin with EOF.
     End(&'a [u8]),
     /// Report to the source the received pages of the RAM block with this index.
     Bitmap(usize),
@@ -524,7 +524,7 @@ impl MainChannel {
     }
 }
 
-/// Returns the error for a rejected record.
+/// Returns the error for a record `got` that is rejected. `doing` names the activity.
 fn protocol(got: &str, doing: &'static str) -> MigrationError {
     MigrationError::Protocol {
         channel: Channel::Main,

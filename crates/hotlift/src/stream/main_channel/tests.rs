@@ -75,7 +75,7 @@ impl Seen {
 #[derive(Debug, PartialEq)]
 enum End {
     Whole,
-    /// The source may be silent without limit.
+    /// No end: the source may be silent without a limit.
     Waits,
     Refused(String),
 }
@@ -628,7 +628,8 @@ fn damage_of_a_recorded_stream_is_refused_or_read_without_panic() {
     assert!(cases > 10_000, "{cases}");
 }
 
-/// Without the description only the source's close shows the end: a source that reads answers has received none.
+/// Without a VM description, only the close of the source's connection shows the end. A source with a return path would wait
+/// for an answer before it closes.
 #[test]
 fn only_a_source_without_return_path_may_close_after_eof() {
     for case in qemus() {
