@@ -423,8 +423,8 @@ impl Restore<'_> {
             asked = Instant::now();
             let is_idle = loading == Loading::Idle;
             let is_idle_again = std::mem::replace(&mut was_idle, is_idle) && is_idle;
-            // A QEMU that loads the devices answers the PING before its main loop returns. Only the reader thread of this process
-            // may not have read the answer yet.
+            // A QEMU that loads the devices answers the PING before its main loop returns. Only this process's reader thread may
+            // not have read the answer yet.
             let is_answered = || {
                 answers.next_pong().is_none()
                     || link.transport.wait_readable(Duration::ZERO).unwrap_or(true)
