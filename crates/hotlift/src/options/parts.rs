@@ -43,7 +43,7 @@ options! {
     pub struct Options {
         /// Format of the stream.
         pub stream: StreamOptions = StreamOptions::default(),
-        /// Limits for the peer.
+        /// Limits of the resources and of the time that a peer may use.
         pub limits: Limits = Limits::default(),
         /// TLS encryption.
         pub tls: TlsOptions = TlsOptions::default(),
@@ -117,7 +117,7 @@ options! {
         pub compress: u8 = 1,
     }
 
-    /// Limits for the peer.
+    /// Limits of the resources and of the time that a peer may use.
     pub struct Limits {
         /// Maximum count of multifd channels that a relay accepts from a source, 1 to 255.
         pub max_channels: u8 = 64,
@@ -147,7 +147,7 @@ options! {
         pub insecure: bool = false,
     }
 
-    /// Detection of zero pages.
+    /// Options of zero page detection.
     pub struct ZeroPageOptions {
         /// Threads that detect zero pages; `None` disables detection.
         pub detection: ZeroPageDetection = ZeroPageDetection::Multifd,
@@ -159,7 +159,7 @@ options! {
         pub normal_page_ratio: u8 = 0,
     }
 
-    /// The switchover.
+    /// Options of the switchover, in which the guest stops at the source and starts at the destination.
     pub struct SwitchoverOptions {
         /// Maximum estimated pause of the guest at the switchover, 0 to 2,000,000 ms.
         pub downtime_limit: Duration = Duration::from_millis(300),
