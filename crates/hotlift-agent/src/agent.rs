@@ -29,23 +29,25 @@ use crate::table::Table;
 pub struct Agent {
     file: PathBuf,
     config: Mutex<Arc<Config>>,
-    /// TLS with other agents, in both directions. Certificates are read again when their files change.
+    /// TLS settings for connections with other agents, incoming and outgoing. Certificates are read again when their files
+    /// change.
     pub tls: Arc<Tls>,
     /// The log of all threads.
     pub log: Log,
-    /// Migrations and tunnels.
+    /// All running migrations and tunnels, and the totals of ended ones.
     pub sessions: Sessions,
-    /// Shares of the host's budget.
+    /// State of the division of the host's bandwidth and cores among the sessions.
     pub shares: Shares,
-    /// The installed nftables table, if there is one.
+    /// The installed nftables table; `None` if the agent does not redirect connections.
     table: Mutex<Option<Table>>,
     /// Result of the last `agent check` on this host.
     last_check: Mutex<Option<LastCheck>>,
-    /// Redirected connections that arrived during a migration but belong to the next one, with their destinations.
+    /// Redirected connections that arrived during a migration, but belong to the next migration to the same address. Each has
+    /// its original destination.
     returned: Mutex<Vec<(Admitted, SocketAddr)>>,
     has_returned: OwnedFd,
     ended: AtomicBool,
-    /// Readable after the end of the agent.
+    /// Event descriptor; readable once the agent has ended.
     has_ended: OwnedFd,
 }
 
@@ -89,38 +91,38 @@ impl Agent {
         Arc::clone(&lock(&self.config))
     }
 
-    /// Returns the options of a migration that leaves this host.
+    /// Returns the stream options of an outgoing migration.
     #[must_use]
     pub fn options(&self) -> StreamOptions {
         // Checked when the configuration was read.
         self.config().options().unwrap_or_default()
     }
 
-    /// Returns the result of the last `agent check` on this host since the start.
+    /// Locks and returns the result of the last `agent check` on this host; `None` if there was none since the agent's start.
     pub(crate) fn last_check(&self) -> MutexGuard<'_, Option<LastCheck>> {
         lock(&self.last_check)
     }
 
-    /// Counts and logs a refused connection or migration.
+    /// Logs `text` about a refused connection or migration, and counts the refusal.
     pub fn refuse(&self, text: &str) {
         self.sessions.count(|totals| totals.refusals += 1);
         self.log
             .write(LogLevel::Warning, &format!("state=refused {text}"));
     }
 
-    /// Ends a session and removes it.
+    /// Ends `session` with `outcome`, logs the outcome, and moves the session to the ended ones.
     pub fn ended(&self, session: &Arc<Session>, outcome: Result<Option<RelayReport>, CarryError>) {
         session.end(outcome.map_err(|error| error_line(&error)));
         self.sessions.remove(session);
     }
 
-    /// Ends and removes a session that was added, but did not begin.
+    /// Ends, with `error`, a session that was added but could not start.
     pub fn not_begun(&self, session: &Arc<Session>, error: &CarryError) {
         session.end(Err(error_line(error)));
         self.sessions.remove(session);
     }
 
-    /// Puts back connections to `to` that arrived during the previous migration, for the next one.
+    /// Stores `connections` to `to` that arrived during a migration, for the next migration to the same address.
     pub fn give_back(&self, connections: Vec<Admitted>, to: SocketAddr) {
         if connections.is_empty() {
             return;
@@ -130,25 +132,25 @@ impl Agent {
         signal(&self.has_returned);
     }
 
-    /// Takes the connections that were put back.
+    /// Takes all connections stored by [`Self::give_back`], with their original destinations.
     pub(crate) fn take_returned(&self) -> Vec<(Admitted, SocketAddr)> {
         let mut returned = lock(&self.returned);
         let _ = rustix::io::read(&self.has_returned, &mut [0; 8]);
         std::mem::take(&mut returned)
     }
 
-    /// Returns a descriptor that is readable while there are connections that were put back.
+    /// Returns an event descriptor that is readable while [`Self::take_returned`] has connections to return.
     pub(crate) fn returned_fd(&self) -> BorrowedFd<'_> {
         self.has_returned.as_fd()
     }
 
-    /// Returns true after the end of the agent.
+    /// Returns true once the agent has ended.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Returns a descriptor that is readable after the end of the agent.
+    /// Returns an event descriptor that is readable once the agent has ended.
     pub(crate) fn ended_fd(&self) -> BorrowedFd<'_> {
         self.has_ended.as_fd()
     }
@@ -156,11 +158,11 @@ impl Agent {
     /// Waits until one of `fds` is readable, for up to `time`, or until the agent ends.
     pub(crate) fn wait<'f>(&'f self, fds: impl Iterator<Item = BorrowedFd<'f>>, time: Duration) {
         let fds: Vec<_> = fds.chain([self.ended_fd()]).collect();
-        // A time that does not fit an `Instant` means no limit.
+        // A sum that does not fit an `Instant` means no time limit.
         wait_readable(&fds, Instant::now().checked_add(time));
     }
 
-    /// Reads the configuration again; an invalid one changes nothing.
+    /// Reads the configuration file again and applies it. If the file is invalid, logs the error and changes nothing.
     pub fn reload(&self) {
         match self.try_to_reload() {
             Ok(()) => self
@@ -181,7 +183,7 @@ impl Agent {
         self.shares.apply(&self.config(), &self.options(), sessions);
     }
 
-    /// Ends the agent, and wakes the threads that wait for its end.
+    /// Refuses new sessions, marks the agent as ended, and wakes the threads that wait for its end.
     pub(crate) fn end(&self) {
         self.sessions.end();
         self.ended.store(true, Ordering::Release);
@@ -189,7 +191,7 @@ impl Agent {
     }
 
     fn try_to_reload(&self) -> Result<(), AgentError> {
-        // The lock serializes reloads: the later one reads the later file.
+        // The lock serializes reloads: the last reload applies the newest file.
         let mut table = self.table();
         let (new, kept) = Config::read_again(&self.file, &self.config())?;
         if let Some(table) = table.as_mut() {
@@ -205,7 +207,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Locks the nftables table: only one thread changes or reads it at a time.
+    /// Locks and returns the nftables table: only one thread at a time reads or changes it.
     pub(crate) fn table(&self) -> MutexGuard<'_, Option<Table>> {
         lock(&self.table)
     }
@@ -216,7 +218,7 @@ fn signal(fd: &OwnedFd) {
     let _ = rustix::io::write(fd, &1_u64.to_ne_bytes());
 }
 
-/// Loads the certificates that `config` names, or those of the default folders.
+/// Loads the certificates from the folder `config.tls`, or from a default folder if `config.tls` is empty.
 pub(crate) fn tls_of(config: &Config) -> Result<Arc<Tls>, AgentError> {
     let setup = |error| {
         let error = match error {
@@ -232,7 +234,7 @@ pub(crate) fn tls_of(config: &Config) -> Result<Arc<Tls>, AgentError> {
     };
     let limits = Limits::default();
     let tls = match config.tls.as_os_str().is_empty() {
-        // All addresses: other hosts connect to this port.
+        // Address "any": other hosts connect to this port, so TLS is required.
         true => tls::of_options(&options, &limits, &Address::any()).map_err(setup)?,
         false => None,
     };

@@ -1,10 +1,15 @@
-//! Shares of the host's bandwidth and cores for outgoing migrations; of the bandwidth also for tunnels.
+//! Divides the host's bandwidth and cores among its sessions, by weight. A session is a migration or a tunnel.
 //!
-//! Four times a second each session gets a part of the whole by its weight. Sessions with a paused guest come first. A session
-//! that does not need its part leaves the rest to the others. The parts of the active sessions never exceed the whole. An idle
-//! session also gets a part, which reduces no other part: a disk's tunnel can use it immediately. For bandwidth, one rate
-//! limiter of all sessions enforces the whole over any second: eight migrations that each send a packet at the same time would
-//! exceed it.
+//! Outgoing migrations get a share of both; tunnels get a share of the bandwidth only. The division is repeated four times a
+//! second:
+//!
+//! - Sessions with a paused guest are served first.
+//! - A session that needs less than its share leaves the rest to the other sessions.
+//! - The shares of the active sessions never exceed the total.
+//! - An idle session also gets a share, which reduces no other share: a tunnel of a disk copy can send immediately.
+//!
+//! A rate limiter that all sessions use enforces the total bandwidth over any second. The shares alone do not: eight migrations
+//! that each send a packet at the same time would exceed the total.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -19,35 +24,35 @@ use crate::messages::{Id, Kind};
 use crate::session::Session;
 use crate::snapshot::{Share, Snapshot, State};
 
-/// Interval of the division.
+/// Interval at which the budget is divided again.
 pub(crate) const ROUND: Duration = Duration::from_millis(250);
 
-/// A session that has used less than this percentage of its part does not need all of it.
+/// A session needs its whole share if it used at least this percentage of the share.
 const NEEDS_ALL: u64 = 80;
 
-/// Next part of such a session, in percent of its use: the use can grow by half until the next round.
+/// Next share of a session that did not need its whole share, in percent of the use: the use can grow by half per interval.
 const ROOM: u64 = 150;
 
-/// Divisor of the whole that gives the smallest part of a session without priority: enough to show a larger demand.
+/// The smallest share of a session without priority is the total divided by this number. It is enough to show a larger demand.
 const MIN_SHARE: u64 = 64;
 
-/// Use and limits of a session.
+/// Weight, use and limits of a session. A unit is a byte for bandwidth, and a thousandth of a core for CPU time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Claim {
-    /// Weight.
+    /// Weight of the session in the division; 0 counts as 1.
     pub weight: u32,
-    /// Use, in units a second.
+    /// Recent use by the session, in units a second.
     pub used: u64,
-    /// Its current part, in units a second; 0 if its use of this part is unknown.
+    /// Current share of the session, in units a second; 0 if the use of this share is unknown.
     pub had: u64,
-    /// Limit in units a second; 0 is unlimited.
+    /// Limit of the session, in units a second; 0 is unlimited.
     pub most: u64,
-    /// True if it has priority.
+    /// True if the session is served before sessions without this flag, since its guest is paused.
     pub is_urgent: bool,
 }
 
 impl Claim {
-    /// Returns true if it used nothing of its part.
+    /// Returns true if the session used nothing of its current share, and has no priority.
     fn is_idle(&self) -> bool {
         self.used == 0 && self.had > 0 && !self.is_urgent
     }
@@ -60,7 +65,7 @@ impl Claim {
         }
     }
 
-    /// Returns its demand if the whole is `total`.
+    /// Returns the units a second that the session can use, if all sessions together may use `total`.
     fn want(&self, total: u64) -> u64 {
         let most = self.most();
         let needs_all = self.had == 0 || self.used >= self.had / 100 * NEEDS_ALL;
@@ -71,7 +76,8 @@ impl Claim {
     }
 }
 
-/// Divides `total` (0: unlimited) into parts of at least 1. Unlimited parts are 0.
+/// Divides `total` units a second among the sessions of `claims`; returns one share for each. A `total` of 0 is unlimited: then
+/// each share is the session's own limit. Otherwise each share is at least 1.
 #[must_use]
 pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
     if total == 0 {
@@ -86,7 +92,7 @@ pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
     let is_idle = |index: &usize| claims[*index].is_idle();
     let (idle, active): (Vec<_>, Vec<_>) = (0..claims.len()).partition(is_idle);
     let (first, others): (Vec<_>, Vec<_>) = active.iter().partition(|index| urgent(index));
-    // Reserved for the sessions without priority.
+    // The total for the first group leaves the smallest shares of the sessions without priority.
     let least = match (first.is_empty(), u64::try_from(others.len())) {
         (false, Ok(others)) => (total / MIN_SHARE).min(total / (others + 1)) * others,
         _ => total,
@@ -95,8 +101,8 @@ pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
     for (group, most) in [(&first, total - least.min(total)), (&others, total)] {
         left -= fill(left.min(most), &wants, group, &mut parts);
     }
-    // No active session demands the rest, so it is divided among them in case their use grows. An idle session gets the part
-    // that it would have if all sessions needed theirs.
+    // No active session needs what is left, so it is divided among the active sessions, whose use may grow. An idle session
+    // gets the share that it would have if all sessions needed their shares.
     let all: Vec<_> = (0..claims.len()).collect();
     for (some, among, rest) in [(&active, &active, left), (&idle, &all, total)] {
         let weights = among.iter().map(|index| u128::from(wants[*index].0));
@@ -112,7 +118,8 @@ pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
         .collect()
 }
 
-/// Divides `total` among `group` by weight, up to the demand of each; returns the sum of the parts.
+/// Divides `total` among the sessions of `group` by weight, up to the demand of each session. Writes the shares to `parts`, and
+/// returns their sum. `wants` has weight and demand of each session.
 fn fill(total: u64, wants: &[(u64, u64)], group: &[usize], parts: &mut [u64]) -> u64 {
     let mut open = group.to_vec();
     let mut left = total;
@@ -142,11 +149,11 @@ fn fill(total: u64, wants: &[(u64, u64)], group: &[usize], parts: &mut [u64]) ->
     total - left
 }
 
-/// State of the division between rounds.
+/// State of the division between two intervals.
 #[derive(Default)]
 pub struct Shares {
     usage: Mutex<Usage>,
-    /// Rate limiter of all sessions together. The parts only divide it.
+    /// Rate limiter that all sessions use. It enforces the total bandwidth; the shares only divide it.
     pub rate: SharedRate,
 }
 
@@ -155,15 +162,16 @@ struct Sharer {
     id: Id,
     snapshot: Snapshot,
     is_urgent: bool,
-    /// CPU time so far, if it has a relay.
+    /// CPU time that the session has used since its start; `None` if it has no relay: a tunnel, or a migration to a host
+    /// without an agent.
     cpu: Option<Duration>,
 }
 
-/// CPU usage by session.
+/// CPU use of each session.
 #[derive(Default)]
 struct Usage(HashMap<Id, Cpu>);
 
-/// CPU time of a session, and the time of the sample.
+/// Last sample of a session's CPU time.
 struct Cpu {
     time: Duration,
     at: Instant,
@@ -172,7 +180,8 @@ struct Cpu {
 }
 
 impl Shares {
-    /// Divides the budget of `config` among `sessions`; `options` are those of an outgoing migration.
+    /// Divides the budget of `config` among `sessions`, and sets the share of each session. `options` are the stream options of
+    /// outgoing migrations.
     pub fn apply(&self, config: &Config, options: &StreamOptions, sessions: Vec<Arc<Session>>) {
         self.rate.set(config.max_bandwidth.0);
         let sharers = sessions.into_iter().filter_map(|session| {
@@ -198,7 +207,7 @@ impl Shares {
 }
 
 impl Usage {
-    /// Returns the share of each session at `now`, of the budget of `config`.
+    /// Returns the share of each session of `sharers` in the budget of `config` at `now`.
     fn share(&mut self, config: &Config, sharers: &[Sharer], now: Instant) -> Vec<Share> {
         self.0
             .retain(|id, _| sharers.iter().any(|sharer| sharer.id == *id));
@@ -215,7 +224,7 @@ impl Usage {
                 is_urgent: *is_urgent,
                 ..Claim::default()
             };
-            // Before its first report, its use is unknown.
+            // Before the session's first report, its use is unknown.
             let had = |part: u64| match snapshot.progress.elapsed.is_zero() {
                 true => 0,
                 false => part,
@@ -230,13 +239,14 @@ impl Usage {
                 ..claim
             });
             cpu.push(time.map(|time| Claim {
-                // At least 1, so that no session counts as idle: no rate limiter enforces the sum of the cores.
+                // At least 1, so that no session counts as idle: shares of idle sessions are not counted in the total, and no
+                // rate limiter enforces the total of the cores.
                 used: self.cores(*id, time, now).max(1),
                 had: had(snapshot.share.cpu.into()),
                 ..claim
             }));
         }
-        // The configuration's check limits the range.
+        // The range check of the configuration excludes a truncation or a negative value.
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let cores = (config.cpu_limit * 1000.0).ceil() as u64;
         let claims: Vec<_> = cpu.iter().flatten().copied().collect();
@@ -250,7 +260,7 @@ impl Usage {
         shares.collect()
     }
 
-    /// Returns the recent use of the session `id`, in thousandths of a core, with the CPU time `time` at `now`.
+    /// Returns the recent CPU use of the session `id`, in thousandths of a core. `time` is the session's CPU time until `now`.
     fn cores(&mut self, id: Id, time: Duration, now: Instant) -> u64 {
         let cpu = self.0.entry(id).or_insert(Cpu {
             time,
@@ -426,7 +436,7 @@ mod tests {
         });
     }
 
-    /// Runs `test` with numbers below a bound, from a fixed sequence (xorshift64*).
+    /// Runs `test` with a source of numbers below a given bound, from a fixed sequence (xorshift64*).
     fn with_numbers(mut test: impl FnMut(&mut dyn FnMut(u64) -> u64)) {
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
         for _ in 0..2000 {
@@ -440,16 +450,16 @@ mod tests {
         }
     }
 
-    /// A session on a host with a virtual clock.
+    /// A session with its demand, on a virtual clock.
     struct Host {
         sharer: Sharer,
-        /// Demand, in bytes a second.
+        /// Bytes a second that the session would use without a limit.
         demand: u64,
-        /// Demand, in thousandths of a core.
+        /// Thousandths of a core that the session would use without a limit.
         work: u64,
     }
 
-    /// Runs one round: computes the use of each session since the last round, and its new share.
+    /// Runs one division: computes the use of each session since the last division, and its new share.
     fn round(usage: &mut Usage, config: &Config, hosts: &mut [Host], now: Instant) {
         for host in &mut *hosts {
             let Host {

@@ -1,6 +1,6 @@
-//! Detects foreign rules by which connections miss the redirect, in the output of `nft -j list ruleset`.
+//! Detects foreign nftables rules by which connections miss the agent's redirect. Reads the output of `nft -j list ruleset`.
 //!
-//! A match that is not understood here counts as true: a false report is better than a missed rule.
+//! A match expression that this module does not understand counts as true: a false report is better than a missed rule.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,13 +10,14 @@ use crate::config::Config;
 use crate::rules::TABLE;
 use crate::values::Ports;
 
-/// Priority of conntrack at output: a later notrack has no effect (`linux/netfilter_ipv4.h`, `NF_IP_PRI_CONNTRACK`).
+/// Priority of conntrack at output: a notrack rule in a later chain has no effect (`linux/netfilter_ipv4.h`,
+/// `NF_IP_PRI_CONNTRACK`).
 const CONNTRACK: i64 = -200;
 
-/// Priority of the redirect: of two translations the first applies.
+/// Priority of the chain that redirects. If two chains translate a connection, only the first translation applies.
 const REDIRECT: i64 = -100;
 
-/// Longest chain of jumps: the kernel's limit is 16 (`NFT_JUMP_STACK_SIZE`).
+/// Longest sequence of jumps from chain to chain; the kernel's limit is also 16 (`NFT_JUMP_STACK_SIZE`).
 const DEEPEST: usize = 16;
 
 /// Family and name of a table.
@@ -36,14 +37,14 @@ struct Walk<'a> {
     /// Type of the chain at the hook.
     kind: &'a str,
     priority: i64,
-    /// Chains that were visited from the chain at the hook: several jumps may lead to one.
+    /// Chains that were already visited from the chain at the hook: several jumps may lead to the same chain.
     visited: BTreeSet<(InTable<'a>, &'a str)>,
-    /// Findings, without duplicates from shared chains.
+    /// Reasons found so far; a set, since two hooks may lead to the same chain.
     found: BTreeSet<String>,
 }
 
-/// Returns true if the agent's table is in `listed`, and the rules of other tables that keep connections of `users` to the
-/// ports of `config` from being redirected.
+/// Returns true if `listed` contains the agent's table. Also returns the foreign rules that keep connections from being
+/// redirected. Only connections of `users` to the ports of `config` count.
 #[must_use]
 pub fn bypasses(listed: &str, config: &Config, users: &[u32]) -> (bool, Vec<String>) {
     let listed: Value = serde_json::from_str(listed).unwrap_or_default();
@@ -89,7 +90,7 @@ pub fn bypasses(listed: &str, config: &Config, users: &[u32]) -> (bool, Vec<Stri
     (has_table, walk.found.into_iter().collect())
 }
 
-/// Returns the table of an object, and the chain named in its field `key`.
+/// Returns the table of a JSON object, and the chain that its field `key` names; `None` if a field is missing.
 fn table_and_key<'a>(object: &'a Value, key: &str) -> Option<(InTable<'a>, &'a str)> {
     let text = |key: &str| object[key].as_str();
     Some(((text("family")?, text("table")?), text(key)?))
@@ -125,7 +126,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Returns the reason why an expression makes connections miss the redirect, if it does.
+    /// Returns why an expression makes connections miss the redirect; `None` if it does not.
     fn past(&self, expression: &Value) -> Option<&'static str> {
         let of_xtables = expression["xt"]["name"].as_str().unwrap_or_default();
         let has = |name: &str| expression.get(name).is_some();
@@ -147,7 +148,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Collects the chains that a rule jumps to, at any depth.
+/// Collects in `into` the chains that `value`, a rule, jumps to. Searches nested expressions, too.
 fn targets<'a>(value: &'a Value, into: &mut Vec<&'a str>) {
     match value {
         Value::Array(values) => values.iter().for_each(|value| targets(value, into)),
@@ -164,7 +165,7 @@ fn targets<'a>(value: &'a Value, into: &mut Vec<&'a str>) {
 }
 
 impl Connections<'_> {
-    /// Returns true if an expression may match a packet of these connections.
+    /// Returns true if a packet of these connections may match `expression`.
     fn may_match(self, expression: &Value) -> bool {
         let matched = &expression["match"];
         let (left, right) = (&matched["left"], &matched["right"]);
@@ -177,7 +178,7 @@ impl Connections<'_> {
         let (some, all) = match (meta, protocol, field) {
             ("oifname" | "oif", _, _) => {
                 let is_loopback = right == "lo";
-                // The interfaces are not all known here: a match with '!=' may hold for one of them.
+                // The agent does not know all interfaces: a match with '!=' may be true for one of them.
                 (!is_loopback, false)
             }
             ("l4proto", _, _) | (_, "ip", "protocol") | (_, "ip6", "nexthdr") => {
@@ -212,7 +213,7 @@ impl Connections<'_> {
     }
 }
 
-/// Returns true if `is_it` holds for the value, or for a member of the set.
+/// Returns true if `is_it` is true for `value` or, if `value` is a set, for one of its members.
 fn holds(value: &Value, is_it: &dyn Fn(&Value) -> bool) -> bool {
     match value["set"].as_array() {
         Some(values) => values.iter().any(is_it),
@@ -220,8 +221,8 @@ fn holds(value: &Value, is_it: &dyn Fn(&Value) -> bool) -> bool {
     }
 }
 
-/// Returns true if `numbers` contain some number from `first` to `last`, and true if they contain all. A named set counts as
-/// containing some.
+/// Returns two flags: true if `numbers` contain at least one number from `first` to `last`, and true if they contain all. A
+/// named set counts as containing some.
 fn spans(numbers: &Value, first: u64, last: u64) -> (bool, bool) {
     if let Some(values) = numbers["set"].as_array() {
         let each = values.iter().map(|one| spans(one, first, last));

@@ -1,4 +1,4 @@
-//! Commands of the control socket: QMP's dialect, with the agent's own commands.
+//! Commands of the agent's control socket. The protocol is QMP; the commands are the agent's own.
 
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
@@ -29,7 +29,7 @@ pub const COMMANDS: [&str; 8] = [
     "query-commands",
 ];
 
-/// Answer of `query-agent`.
+/// Answer of the command `query-agent`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct AgentInfo {
@@ -37,28 +37,28 @@ pub struct AgentInfo {
     pub version: String,
     /// Listening address for other agents.
     pub listen: String,
-    /// True if new sessions are refused.
+    /// True if the agent is ending, and refuses new sessions.
     pub is_ending: bool,
     /// Number of running migrations and tunnels.
     pub under_way: usize,
-    /// Limit of all outgoing migrations in bytes a second; 0 is unlimited.
+    /// Limit of all data that the agent sends from this host, in bytes a second; 0 is unlimited.
     pub max_bandwidth: u64,
-    /// Limit of all outgoing migrations in cores; 0 is unlimited.
+    /// Limit of the CPU time of all outgoing migrations, in cores; 0 is unlimited.
     pub cpu_limit: f64,
     /// Limit of concurrent outgoing migrations; 0 is unlimited.
     pub migrations: u32,
-    /// Number of successful migrations since the start.
+    /// Number of completed migrations since the agent's start.
     pub completed: u64,
-    /// Number of failed and cancelled migrations.
+    /// Number of failed and cancelled migrations since the agent's start.
     pub failed: u64,
-    /// Number of refused connections and migrations.
+    /// Number of refused connections and migrations since the agent's start.
     pub refusals: u64,
-    /// Number of failed TLS handshakes.
+    /// Number of failed TLS handshakes since the agent's start.
     pub tls_failures: u64,
-    /// Treatment of connections to a host without an agent, and of those that missed the redirect.
+    /// Treatment of connections to a host without an agent, and of packets that missed the redirect.
     #[serde(default)]
     pub plaintext: Option<Plaintext>,
-    /// Counts of packets that missed the redirect since the table was made.
+    /// Packets that missed the redirect since the table was created, for each address.
     #[serde(default)]
     pub past_redirect: Vec<MissedPackets>,
     /// Result of the last `hotlift agent check` as root since the agent's start.
@@ -69,48 +69,48 @@ pub struct AgentInfo {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MigrationRow {
-    /// Id on both hosts.
+    /// Id of the session, the same on both hosts.
     pub id: Id,
-    /// Direction, seen from this host.
+    /// Direction of the guest's move, seen from this host.
     pub direction: Direction,
-    /// Kind of its connections.
+    /// Content of the connections: a migration, or other bytes (a tunnel).
     pub kind: Kind,
     /// QEMU's name of the state, or "waiting", "connecting", "passed-through".
     pub status: String,
     /// Original destination of the source's connections.
     pub to: String,
-    /// The other agent.
+    /// Host of the other agent, or its expected address.
     pub peer: String,
-    /// Seconds since its start.
+    /// Time since the session's start, in seconds.
     pub seconds: f64,
-    /// Bytes sent.
+    /// Bytes sent to the other host.
     pub sent_bytes: u64,
-    /// Bytes received.
+    /// Bytes received from the other host.
     pub received_bytes: u64,
     /// Number of pages with content.
     pub normal_pages: u64,
     /// Number of zero pages.
     pub zero_pages: u64,
-    /// Bytes of the VM's RAM.
+    /// Size of the VM's RAM, in bytes.
     pub ram_bytes: u64,
-    /// Current bytes a second.
+    /// Current rate, in bytes a second.
     pub rate: f64,
-    /// CPU seconds of its channel threads.
+    /// CPU time of the relay's channel threads, in seconds.
     pub cpu_seconds: f64,
-    /// Weight.
+    /// Weight in the division of bandwidth and cores, 1 to 1000.
     pub weight: u32,
-    /// The operator's limit in bytes a second; 0 for none.
+    /// Limit set by the operator, in bytes a second; 0 for none.
     pub limit: u64,
-    /// Current share in bytes a second.
+    /// Current share of the bandwidth, in bytes a second; 0 is unlimited.
     pub bandwidth: u64,
-    /// Current share in cores; 0 is unlimited.
+    /// Current share of the CPU time, in cores; 0 is unlimited.
     pub cores: f64,
-    /// Seconds of the guest's pause so far, as seen by the relay.
+    /// Time that the guest has been paused so far, as seen by the relay, in seconds.
     pub downtime_seconds: f64,
-    /// The host that stalls the migration, and for how long: it is silent, or does not read.
+    /// Description of a current stall: the host that causes it (silent, or not reading), and the duration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stall: Option<String>,
-    /// Reason of its failure.
+    /// Error of a failed session; `None` otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -143,7 +143,7 @@ impl MigrationRow {
             bandwidth,
             cores: f64::from(cpu) / 1000.0,
             downtime_seconds: snapshot.paused_time(now).as_secs_f64(),
-            // An ended migration's last stall is part of its error.
+            // The error of an ended migration already contains the last stall.
             stall: session
                 .control
                 .stall()
@@ -159,7 +159,7 @@ impl MigrationRow {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct Change {
     id: Id,
-    /// As in the option: bytes a second, or a text with a suffix.
+    /// Bytes a second, or a text with a suffix such as "100M", as in the command-line option.
     max_bandwidth: Option<Value>,
     weight: Option<u32>,
 }
@@ -196,7 +196,7 @@ impl AgentCommands {
             refusals: totals.refusals,
             tls_failures: totals.tls_failures,
             plaintext: Some(config.plaintext),
-            // Without nft there is no table either.
+            // Without the program nft no table exists either.
             past_redirect: table::counts().unwrap_or_default(),
             last_check: self.0.last_check().clone(),
         }
@@ -215,7 +215,7 @@ impl AgentCommands {
             .map_err(|error| Refusal::generic(error.to_string()))?;
         let mut sessions = self.0.sessions.under_way();
         sessions.retain(|session| session.subject.id == change.id);
-        // A migration from this host to itself has two sessions: the outgoing one is chosen.
+        // A migration from this host to itself has two sessions with the same id: the outgoing one is chosen.
         sessions.sort_by_key(|session| session.subject.direction);
         match sessions.into_iter().next() {
             Some(session) => Ok((session, change)),

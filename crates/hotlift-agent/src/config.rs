@@ -15,7 +15,7 @@ use crate::values::{Bandwidth, HostPort, Ports, Prefix, Time};
 /// Default configuration file.
 pub const CONFIG_FILE: &str = "/etc/hotlift/agent.toml";
 
-/// Default port of agents: next to libvirt's 16509 and 16514, and outside of the migration ports.
+/// Default port of agents: near libvirt's 16509 and 16514, and outside of the range of migration ports.
 pub const AGENT_PORT: u16 = 16520;
 
 /// Size limit of the configuration file, in bytes.
@@ -40,17 +40,17 @@ pub enum ConfigError {
         file: PathBuf,
         /// Line number, from 1.
         line: usize,
-        /// The key, or the text in its place.
+        /// The key, or other text found at its position.
         key: String,
         /// The problem, and the allowed values.
         problem: String,
     },
-    /// Values that contradict each other.
+    /// Values of several keys that contradict each other.
     #[error("{}: {key}: {problem}", file.display())]
     Together {
         /// The file.
         file: PathBuf,
-        /// One of the keys.
+        /// One of the keys that contradict each other.
         key: &'static str,
         /// The problem, and the allowed values.
         problem: String,
@@ -141,7 +141,7 @@ pub struct Config {
     pub log: LogLevel,
 }
 
-/// Limit of channels that a relay of the agent accepts from a QEMU or from another agent: the maximum of `channels`, and of
+/// Limit of channels that a relay accepts from a QEMU or from another agent. This is the maximum of the key `channels`, and of
 /// libvirt's `--parallel-connections`.
 pub const MAX_CHANNELS: u8 = u8::MAX;
 
@@ -163,7 +163,7 @@ impl Default for Config {
                 first: 49152,
                 last: 49215,
             },
-            // QEMU's user on Debian and on Fedora; and root, since libvirtd makes the connection for QEMU without multifd.
+            // QEMU's user on Debian and on Fedora. Also root: without multifd, libvirtd makes the connection for QEMU.
             users: ["libvirt-qemu", "qemu", "root"].map(str::to_owned).to_vec(),
             destinations: Vec::new(),
             tls: PathBuf::new(),
@@ -183,7 +183,7 @@ impl Default for Config {
     }
 }
 
-/// Reads `file`, which must not exceed the size limit.
+/// Returns the content of `file`; an error if `file` exceeds [`MAX_FILE`].
 fn text_of(file: &Path) -> Result<String, ConfigError> {
     let read = FileError::reading(file);
     if std::fs::metadata(file).map_err(read)?.len() > MAX_FILE {
@@ -195,10 +195,10 @@ fn text_of(file: &Path) -> Result<String, ConfigError> {
 }
 
 impl Config {
-    /// Reads and checks `file`.
+    /// Reads and checks the configuration in `file`.
     ///
     /// # Errors
-    /// [`ConfigError`], with the line.
+    /// [`ConfigError`] if `file` cannot be read, is too large, or has an invalid key or value.
     pub fn read(file: &Path) -> Result<Self, ConfigError> {
         Self::of_text(file, &text_of(file)?)
     }
@@ -206,7 +206,7 @@ impl Config {
     /// Parses and checks `text`, the content of `file`.
     ///
     /// # Errors
-    /// [`ConfigError`], with the line.
+    /// [`ConfigError`] for the first invalid key or value, with its line if `text` contains the key.
     pub fn of_text(file: &Path, text: &str) -> Result<Self, ConfigError> {
         let config: Self = toml::from_str(text).map_err(|error| {
             let place = error.span().map_or(0, |span| span.start.min(text.len()));
@@ -224,11 +224,11 @@ impl Config {
         Ok(config)
     }
 
-    /// Reads `file` for a running agent with the configuration `running`. Keys that need a restart keep their running values.
-    /// Also returns the names of those keys whose values in the file differ.
+    /// Reads `file` again for an agent that runs with the configuration `running`. Keys that need a restart keep their values
+    /// of `running`. Also returns the names of these keys if `file` changes their values.
     ///
     /// # Errors
-    /// [`ConfigError`], also if the new values contradict the kept ones.
+    /// [`ConfigError`] if `file` is invalid, or if its new values contradict the kept values.
     pub fn read_again(
         file: &Path,
         running: &Self,
@@ -239,7 +239,7 @@ impl Config {
         Ok((config, kept))
     }
 
-    /// Reads the valid keys of a file that is not valid as a whole, with defaults for the other keys.
+    /// Reads an invalid configuration file: takes its valid keys, and defaults for all other keys.
     #[must_use]
     pub fn of_good_keys(file: &Path) -> Self {
         let text = text_of(file).unwrap_or_default();
@@ -275,7 +275,8 @@ impl Config {
         })
     }
 
-    /// Returns the first key whose value is invalid, alone or together with other values, and the problem.
+    /// Returns the first invalid key and the problem; `None` if all are valid. A key can also be invalid together with other
+    /// keys.
     fn problem(&self) -> Option<(&'static str, String)> {
         let wrong = |key, problem: &str| Some((key, problem.to_owned()));
         let port = match self.listen.parse::<Address>() {
@@ -342,7 +343,7 @@ impl Config {
         }
     }
 
-    /// Returns the options of the outgoing side of a migration that leaves this host.
+    /// Returns the stream options of outgoing migrations.
     ///
     /// # Errors
     /// If the compression method is unknown.
@@ -352,7 +353,7 @@ impl Config {
         Ok(options)
     }
 
-    /// Returns the limits of the relays of both directions.
+    /// Returns the limits of all relays of the agent, incoming and outgoing.
     pub(crate) fn limits(&self) -> Limits {
         Limits {
             max_channels: MAX_CHANNELS,
@@ -361,7 +362,7 @@ impl Config {
         }
     }
 
-    /// Returns the listening address of the agent of the host with `address`.
+    /// Returns the address at which the agent of the host `address` listens: from `peers`, or else `address` itself.
     #[must_use]
     pub fn agent_of(&self, address: IpAddr) -> Address {
         let peer = longest(&self.peers, address);
@@ -371,11 +372,11 @@ impl Config {
         }
     }
 
-    /// Returns the listening address of the agent of `host`, a name or an address: from `peers` if it lists one of its
-    /// addresses, or else `host` itself.
+    /// Returns the address at which the agent of `host` (a name or an address) listens. The key `peers` has precedence; the
+    /// default is `host` itself.
     #[must_use]
     pub fn agent_of_host(&self, host: &str) -> Address {
-        // An unknown name becomes an error when the caller connects.
+        // If the name is unknown, the later connect fails with an error.
         let addresses = (host, self.agent_port).to_socket_addrs();
         let mut addresses = addresses.into_iter().flatten().map(|address| address.ip());
         let named = addresses.find(|address| self.names_agent_of(*address));
@@ -388,7 +389,7 @@ impl Config {
         )
     }
 
-    /// Returns true if `peers` names an agent for the host with `address`.
+    /// Returns true if the key `peers` names an agent for the host `address`.
     #[must_use]
     pub fn names_agent_of(&self, address: IpAddr) -> bool {
         longest(&self.peers, address).is_some()
@@ -424,14 +425,14 @@ impl Config {
     }
 }
 
-/// Returns the value of the longest prefix that contains `address`.
+/// Returns the value of the longest prefix in `of` that contains `address`; `None` if no prefix does.
 fn longest<T>(of: &BTreeMap<Prefix, T>, address: IpAddr) -> Option<&T> {
     let contain = of.iter().filter(|(prefix, _)| prefix.contains(address));
     let longest = contain.max_by_key(|(prefix, _)| prefix.length());
     longest.map(|(_, value)| value)
 }
 
-/// Returns a message of serde without the names of Rust's types.
+/// Returns `message`, an error message of serde, with the names of Rust's types replaced.
 fn without_rust_types(message: &str) -> String {
     const WORDS: [(&str, &str); 10] = [
         ("expected u8", "expected a whole number from 0 to 255"),
@@ -451,7 +452,7 @@ fn without_rust_types(message: &str) -> String {
         ("unknown field", "unknown key"),
         ("unknown variant", "unknown value"),
     ];
-    // Only whole names: "u8" may also begin a longer name.
+    // Replaces whole names only: "u8" may also begin a longer name.
     let mut text = message.to_owned();
     for (name, words) in WORDS {
         let is_whole = |at: usize| !text[at + name.len()..].starts_with(char::is_alphanumeric);
@@ -462,7 +463,7 @@ fn without_rust_types(message: &str) -> String {
     text
 }
 
-/// Returns the line at byte `place` of `text`, counted from 1, and its key.
+/// Returns the number (from 1) of the line at byte `place` of `text`, and the key in this line.
 fn place_of(text: &str, place: usize) -> (usize, String) {
     let before = text.get(..place).unwrap_or(text);
     let number = before.matches('\n').count() + 1;
@@ -471,7 +472,7 @@ fn place_of(text: &str, place: usize) -> (usize, String) {
     (number, key.trim().to_owned())
 }
 
-/// Returns the line of `text` that sets `key` or begins the table of that name, counted from 1.
+/// Returns the number (from 1) of the line of `text` that sets `key` or begins the table `[key]`; `None` if there is none.
 fn line_of(text: &str, key: &str) -> Option<usize> {
     let table = format!("[{key}]");
     let sets = |line: &str| line.split('=').next().is_some_and(|it| it.trim() == key);
@@ -480,7 +481,8 @@ fn line_of(text: &str, key: &str) -> Option<usize> {
     Some(place + 1)
 }
 
-/// Returns the options of a relay's outgoing side with this number of channels and this method. Its source limits itself.
+/// Returns the options of a relay's outgoing stream with `channels` channels and compression method `method`. Its bandwidth is
+/// not limited here.
 ///
 /// # Errors
 /// If the method is unknown.

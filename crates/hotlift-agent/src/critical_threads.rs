@@ -1,4 +1,4 @@
-//! The agent's critical threads: if one ends early, the agent ends.
+//! The agent's critical threads: if one of them ends early, the agent shuts down.
 
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
@@ -7,10 +7,10 @@ use rustix::process::{Signal, getpid, kill_process};
 
 use crate::error::AgentError;
 
-/// Function that returns true if the agent is ending, and its threads may end.
+/// Returns true while the agent is ending: then its threads may end, too.
 type MayEnd = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// Threads whose early end ends the agent.
+/// The critical threads: the agent shuts down if one of them ends early.
 pub struct CriticalThreads {
     threads: Vec<JoinHandle<()>>,
     may_end: MayEnd,
@@ -28,14 +28,14 @@ struct ThreadGuard {
 impl Drop for ThreadGuard {
     fn drop(&mut self) {
         if !(self.may_end)() && self.lost.set(self.name).is_ok() {
-            // As if an operator had stopped the agent: running migrations may finish.
+            // SIGTERM has the same effect as a stop by the operator: running migrations may finish.
             let _ = kill_process(getpid(), Signal::TERM);
         }
     }
 }
 
 impl CriticalThreads {
-    /// Creates an empty set. A thread that ends while `may_end` is false sends SIGTERM to this process.
+    /// Creates an empty set of threads. If a thread ends while `may_end` returns false, this process sends SIGTERM to itself.
     pub fn new(may_end: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         Self {
             threads: Vec::new(),
@@ -44,10 +44,10 @@ impl CriticalThreads {
         }
     }
 
-    /// Starts a thread that runs `work`.
+    /// Starts a critical thread that runs `work`.
     ///
     /// # Errors
-    /// If the system has no thread left.
+    /// If the system cannot start a thread.
     pub fn start(
         &mut self,
         name: &'static str,
@@ -58,7 +58,7 @@ impl CriticalThreads {
         Ok(())
     }
 
-    /// Starts a thread that is not joined, since it waits for clients.
+    /// Starts a critical thread that [`join`](Self::join) does not wait for: it may block on its clients.
     ///
     /// # Errors
     /// As for [`start`](Self::start).
@@ -91,10 +91,10 @@ impl CriticalThreads {
     /// Waits until all threads have ended.
     ///
     /// # Errors
-    /// If a thread ended early.
+    /// [`AgentError::Lost`] if a thread ended early.
     pub fn join(self) -> Result<(), AgentError> {
         for thread in self.threads {
-            // The panic has printed its message.
+            // The panic handler has already printed the message.
             let _ = thread.join();
         }
         match self.lost.get() {

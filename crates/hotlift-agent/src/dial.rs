@@ -1,4 +1,4 @@
-//! Connections to addresses other than an agent's, and the original destination of a redirected one.
+//! Connections that bypass the redirect, and the original destination of a redirected connection.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -14,7 +14,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 
 use crate::rules;
 
-/// Connects to `to` without a redirect.
+/// Connects to `to` within `timeout`. The socket carries the agent's mark, which exempts it from the redirect.
 ///
 /// # Errors
 /// The system's error.
@@ -25,12 +25,12 @@ pub fn connect(to: SocketAddr, timeout: Duration) -> io::Result<Stream> {
     };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(family, SocketType::STREAM, flags, None)?;
-    // If marking is not permitted, the rules do not need it: see `rules`.
+    // Errors are ignored: where the agent may not mark sockets, the rules do not require the mark (see `rules`).
     let _ = rules::mark(&socket);
     Stream::of_tcp(connect_within(socket, to, timeout)?)
 }
 
-/// Connects a non-blocking socket; the resulting connection blocks.
+/// Connects a non-blocking socket within `timeout`; returns a blocking stream.
 ///
 /// # Errors
 /// The system's error.
@@ -56,7 +56,7 @@ pub(crate) fn connect_within(
     Ok(stream)
 }
 
-/// Returns the original destination of a connection that a rule redirected to this host; `v6` is true for an IPv6 socket.
+/// Returns the original destination of a connection that nftables redirected to this host. `v6` is true for an IPv6 socket.
 ///
 /// # Errors
 /// The system's error if the connection was not redirected.
@@ -72,14 +72,14 @@ pub fn original_destination(stream: &Stream, v6: bool) -> io::Result<SocketAddr>
     Ok(SocketAddr::new(ip, u16::from_be(address.sin_port)))
 }
 
-/// Returns true if `address` belongs to this host. Checks the interfaces: with `net.ipv4.ip_nonlocal_bind` the kernel binds a
-/// socket to any address.
+/// Returns true if `address` belongs to this host. Compares `address` with the interfaces. A test by bind would be wrong: with
+/// `net.ipv4.ip_nonlocal_bind` the kernel binds a socket to any address.
 ///
 /// # Errors
 /// The system's error.
 pub fn is_of_this_host(address: IpAddr) -> io::Result<bool> {
     let address = address.to_canonical();
-    // All of 127.0.0.0/8, of which the interface lists one.
+    // All of 127.0.0.0/8 is local, but the interface lists only one address of it.
     if address.is_loopback() {
         return Ok(true);
     }
@@ -87,7 +87,7 @@ pub fn is_of_this_host(address: IpAddr) -> io::Result<bool> {
     Ok(own.any(|own| own == address))
 }
 
-/// Returns the IP address of an interface's address or mask.
+/// Returns the IP address in `address`; `None` for another family.
 pub(crate) fn ip_of(address: &SockaddrStorage) -> Option<IpAddr> {
     let v4 = address.as_sockaddr_in().map(|it| IpAddr::from(it.ip()));
     v4.or_else(|| address.as_sockaddr_in6().map(|it| IpAddr::from(it.ip())))

@@ -1,7 +1,8 @@
-//! The end of an agent: waiting for running sessions, and cancelling them.
+//! The end of an agent: waits for running sessions, then cancels them.
 //!
-//! A guest in postcopy runs at the destination, while some of its pages are only at the source. A cancel cannot bring it back,
-//! and the end of the agent would leave it without these pages.
+//! A guest in postcopy runs at the destination, while some of its pages are only at the source. A cancel cannot return the
+//! guest to the source, and the end of the agent would leave the guest without these pages. So a session in postcopy is awaited
+//! without a limit.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,28 +13,29 @@ use crate::error::CarryError;
 use crate::notify;
 use crate::session::Session;
 
-/// Interval of the reports to systemd during a postcopy.
+/// Interval of the status reports to systemd while a postcopy runs.
 const REPORT: Duration = Duration::from_secs(1);
 
-/// State machine of the agent's end. No I/O, no clock.
+/// State machine of the agent's shutdown. No I/O, no clock.
 #[derive(Debug)]
 struct Draining {
-    /// Deadline for sessions to end by themselves or, if `is_cancelled`, for cancelled ones to end.
+    /// Deadline of the current wait: until `is_cancelled`, for sessions to end by themselves; then for cancelled sessions to
+    /// end.
     until: Instant,
     last: Duration,
     is_cancelled: bool,
 }
 
-/// Next step of the agent's end.
+/// Next action of the agent's shutdown.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
-    /// Wait for another session to end, up to this time.
+    /// Wait until a session ends, for at most this time.
     Wait(Duration),
     /// Cancel the remaining sessions.
     Cancel,
-    /// Report to systemd that the agent is still ending.
+    /// Report to systemd that the shutdown continues.
     Report,
-    /// The agent may end.
+    /// The shutdown is complete.
     Done,
 }
 
@@ -46,7 +48,7 @@ impl Draining {
         }
     }
 
-    /// Returns the next step, for `all` running sessions, including `postcopies`.
+    /// Returns the next action at `now`. `all` is the number of running sessions; `postcopies` of these are in postcopy.
     fn next(&mut self, now: Instant, all: usize, postcopies: usize) -> Step {
         let is_over = now >= self.until;
         match self.is_cancelled {
@@ -57,7 +59,7 @@ impl Draining {
                 Step::Cancel
             }
             true if postcopies == 0 && (is_over || all == 0) => Step::Done,
-            // From now on, only the postcopies are waited for.
+            // From this time on, only sessions in postcopy are awaited.
             true if is_over => {
                 self.until = now + REPORT;
                 Step::Report
@@ -67,8 +69,8 @@ impl Draining {
     }
 }
 
-/// Waits up to `limit` for the running sessions, cancels the rest, and waits up to `last` for these. Waits for a postcopy
-/// without a limit, and reports that to systemd.
+/// Shuts down the running sessions: waits up to `limit`, cancels the remaining ones, and waits up to `last` for their end. A
+/// session in postcopy is awaited without a limit; in the meantime systemd gets status reports.
 pub fn wait(agent: &Agent, (limit, last): (Duration, Duration)) {
     let sessions = &agent.sessions;
     let count = |left: &[Arc<Session>]| {
@@ -142,7 +144,7 @@ mod tests {
         let mut both = draining();
         assert_eq!(both.next(at(limit), 2, 1), Step::Cancel);
         assert_eq!(both.next(at(limit), 1, 1), Step::Wait(last));
-        // A postcopy is waited for without a limit, and systemd is informed.
+        // A postcopy is awaited without a limit, and systemd gets reports.
         let mut now = limit + last;
         for _ in 0..10_000 {
             assert_eq!(both.next(at(now), 2, 1), Step::Report);

@@ -28,7 +28,7 @@ pub enum AgentError {
         "the agent needs certificates ('hotlift certs' makes them; 'tls' in the configuration names their folder)"
     )]
     Tls(#[source] Box<TlsSetupError>),
-    /// Certificates that other agents reject, or that make this agent reject others.
+    /// Certificates that fail in a handshake: another agent rejects them, or they make this agent reject another.
     #[error(
         "the certificates in {} have {count} problem(s), listed above ('hotlift certs show --dir {}' lists all)",
         dir.display(),
@@ -43,10 +43,10 @@ pub enum AgentError {
     /// A port cannot be opened.
     #[error("cannot listen")]
     Listen(#[source] TransportError),
-    /// The system refused a resource.
+    /// The system could not provide a resource.
     #[error("cannot create {what}")]
     System {
-        /// The resource.
+        /// Description of the resource.
         what: &'static str,
         /// The system's reason.
         #[source]
@@ -55,7 +55,7 @@ pub enum AgentError {
     /// The redirect rules cannot be installed.
     #[error("cannot redirect migrations to the agent")]
     Rules(#[from] RulesError),
-    /// This host's setup keeps migrations from the agent.
+    /// This host's setup keeps migrations from reaching the agent.
     #[error(
         "some migrations of this host bypass the agent, problems found: {count} (listed above; with plaintext = \"refuse\" \
          these migrations fail; change the listed rules, or 'ports', 'users' and 'destinations' in agent.toml)"
@@ -64,13 +64,13 @@ pub enum AgentError {
         /// Number of problems found.
         count: usize,
     },
-    /// The control socket cannot be served.
+    /// The control socket cannot be opened.
     #[error("cannot serve the control socket")]
     Control(#[from] MonitorError),
-    /// An error that all commands share.
+    /// An error that other commands have, too.
     #[error(transparent)]
     Terminal(#[from] TerminalError),
-    /// An essential thread ended.
+    /// A critical thread ended early.
     #[error("the agent ended because its thread '{part}' ended (the log has the reason)")]
     Lost {
         /// Name of the thread.
@@ -79,7 +79,7 @@ pub enum AgentError {
 }
 
 impl AgentError {
-    /// Returns the next step for the operator, if the error itself does not show it.
+    /// Returns the next step for the operator; `None` if the message itself contains it.
     pub fn advice(&self) -> Option<&'static str> {
         match self {
             Self::Config(error) if error.is_missing() => Some(NO_FILE),
@@ -87,7 +87,7 @@ impl AgentError {
         }
     }
 
-    /// Returns a function that makes a [`Self::System`] error, for [`Result::map_err`].
+    /// Returns a function that converts a system error to [`Self::System`], for [`Result::map_err`].
     pub fn system(what: &'static str) -> impl Fn(std::io::Error) -> Self {
         move |source| Self::System { what, source }
     }
@@ -122,10 +122,10 @@ pub enum RulesError {
         /// The configured users.
         users: String,
     },
-    /// The kernel does not report changes of nftables.
+    /// The kernel refused to report changes of nftables.
     #[error("the kernel does not report changes of nftables (that needs CAP_NET_ADMIN)")]
     Watch(#[source] std::io::Error),
-    /// The agent's own connections would be redirected to it.
+    /// The agent cannot mark its own connections, so the rules would redirect them to the agent.
     #[error(
         "the agent runs as one of 'users', but cannot mark its own connections (CAP_NET_ADMIN), so they would be redirected too"
     )]
@@ -138,20 +138,20 @@ pub enum CarryError {
     /// The agent is ending and accepts nothing new.
     #[error("the agent is shutting down and accepts no new migrations")]
     Ending,
-    /// A migration that waited for its turn was cancelled, or a tunnel.
+    /// A tunnel was cancelled, or a migration that waited for a slot.
     #[error("cancelled")]
     Cancelled,
-    /// The source closed the connections of a migration that waited for its turn.
+    /// A migration waited for a slot, and the source closed its connections in the meantime.
     #[error("the source closed its connections before the migration began")]
     Deserted,
-    /// A cancelled migration does not end: its QEMU has received SHUT(0) (the destination loaded the guest), and has not
-    /// closed its connection.
+    /// The agent ended, but a cancelled migration had not. Its QEMU has received SHUT(0) (the destination loaded the guest),
+    /// and has not closed its connection.
     #[error(
         "the agent ended before it knew which QEMU has the guest: if the destination's QEMU does not run it, send 'cont' at \
          the source (libvirt does this itself)"
     )]
     Unsettled,
-    /// Connections to the agent's port fail as if no agent were there.
+    /// No process listens at the port of the agent for `to`, and the configuration refuses unencrypted migrations.
     #[error("no agent answers for {to}, and plaintext = \"refuse\"")]
     NoAgent {
         /// Destination of the migration.
@@ -160,7 +160,7 @@ pub enum CarryError {
         #[source]
         source: TransportError,
     },
-    /// The connection to the agent failed, and an agent may exist: the error does not exclude it, or `peers` names one.
+    /// The agent cannot be reached, but may exist: the error does not exclude it, or the key `peers` names an agent.
     #[error(
         "cannot reach the agent for {to}, and a migration without it would be unencrypted (check its host, this host's routes \
          and limit of open files, and [peers])"
@@ -178,22 +178,22 @@ pub enum CarryError {
     /// The conversation with the other agent failed.
     #[error("the connection to the other agent failed")]
     Conversation(#[from] ConversationError),
-    /// The peer did not send a hello, or exceeded a limit before it.
+    /// The peer sent no valid hello (the first message) in time, or exceeded a limit before the hello.
     #[error("closed the connection of the other agent before its hello")]
     Unannounced(#[source] DropReason),
-    /// The other agent did not answer in time.
+    /// The other agent did not answer the hello in time.
     #[error("the other agent did not answer in time")]
     Silent,
-    /// The other agent refused.
+    /// The other agent, or this agent, refused the migration or tunnel.
     #[error("the other agent refuses: {reason}")]
     Refused {
         /// The reason, in one line.
         reason: String,
     },
-    /// The other agent sent an unexpected message.
+    /// The other agent sent a message that is not allowed at this point.
     #[error("the other agent sent an unexpected message")]
     OutOfTurn,
-    /// The requested destination is not a migration address of this host.
+    /// The requested destination is not on this host, or its port is not a migration port.
     #[error("{to} is not an address for migrations on this host: {why}")]
     NotHere {
         /// The requested destination.
@@ -201,7 +201,7 @@ pub enum CarryError {
         /// The reason.
         why: String,
     },
-    /// The destination's QEMU or NBD server cannot be reached.
+    /// The agent cannot connect to the destination's QEMU or NBD server.
     #[error("cannot connect to {to}")]
     Connect {
         /// Address of the QEMU or of the server.
@@ -210,7 +210,7 @@ pub enum CarryError {
         #[source]
         source: std::io::Error,
     },
-    /// The relay failed.
+    /// The relay of this host failed.
     #[error(transparent)]
     Relay(#[from] MigrationError),
     /// The relays of both hosts failed.
@@ -221,10 +221,10 @@ pub enum CarryError {
         /// Error of the other host's relay, in one line.
         other: String,
     },
-    /// The system refused a resource.
+    /// The system could not provide a resource.
     #[error("cannot create {what}")]
     System {
-        /// The resource.
+        /// Description of the resource.
         what: &'static str,
         /// The system's reason.
         #[source]
@@ -233,7 +233,7 @@ pub enum CarryError {
 }
 
 impl CarryError {
-    /// Returns a function that makes a [`Self::System`] error, for [`Result::map_err`].
+    /// Returns a function that converts a system error to [`Self::System`], for [`Result::map_err`].
     pub fn system(what: &'static str) -> impl Fn(std::io::Error) -> Self {
         move |source| Self::System { what, source }
     }

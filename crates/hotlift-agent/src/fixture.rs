@@ -1,4 +1,4 @@
-//! An agent without threads, for tests of its modules.
+//! Agents, sessions and connections without threads, for tests of the agent's modules.
 
 use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -17,12 +17,12 @@ use crate::log::Log;
 use crate::messages::{Id, Kind};
 use crate::session::{Direction, Session, SessionInfo};
 
-/// Returns the destination of its migrations.
+/// Returns the destination of the sessions that this module creates.
 pub fn destination() -> SocketAddr {
     SocketAddr::from((Ipv4Addr::new(192, 0, 2, 2), 49152))
 }
 
-/// Creates an agent with these lines in its configuration.
+/// Creates an agent with `lines` in its configuration.
 pub fn agent(lines: &str) -> Arc<Agent> {
     let pki = Pki::new();
     let text = format!("tls = \"{}\"\n{lines}", pki.host("a.example").display());
@@ -32,7 +32,7 @@ pub fn agent(lines: &str) -> Arc<Agent> {
     Arc::new(Agent::new(file, config, &log, None).expect("an agent"))
 }
 
-/// Creates a session without a carrying thread, and its listener.
+/// Creates a session that no thread carries, and the listener of its connections.
 pub fn session(subject: SessionInfo) -> (Arc<Session>, Listener) {
     let (listener, sender) = Listener::queue(true).expect("descriptors");
     let log = Log::new(crate::config::LogLevel::Error);
@@ -40,7 +40,7 @@ pub fn session(subject: SessionInfo) -> (Arc<Session>, Listener) {
     (Arc::new(session), listener)
 }
 
-/// Creates a subject of a session.
+/// Creates the fixed properties of a session.
 pub fn subject(id: u32, direction: Direction, kind: Kind) -> SessionInfo {
     SessionInfo {
         id: Id(id),
@@ -52,13 +52,13 @@ pub fn subject(id: u32, direction: Direction, kind: Kind) -> SessionInfo {
     }
 }
 
-/// Creates a connection as admitted at the agent's port, and its other end.
+/// Creates a connection as admitted at the agent's port; also returns its other end.
 pub fn admitted() -> (Admitted, TcpStream) {
     let (here, there) = connection();
     (Admitted::new(here, Instant::now()), there)
 }
 
-/// Creates a connection as accepted by the agent, and its other end.
+/// Creates a connection as accepted by the agent; also returns its other end.
 pub fn connection() -> (Stream, TcpStream) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a listener");
     let address = listener.local_addr().expect("its address");
@@ -67,12 +67,12 @@ pub fn connection() -> (Stream, TcpStream) {
     (Stream::of_tcp(here).expect("its options"), there)
 }
 
-/// Waits until `condition`, which must happen soon.
+/// Waits until `condition` is true; panics with `what` after 30 s.
 pub fn until(what: &str, condition: impl Fn() -> bool) {
     assert!(becomes(condition), "not so within 30 s: {what}");
 }
 
-/// Waits until `condition`; returns false after 30 s.
+/// Waits until `condition` is true; returns false if it is not after 30 s.
 pub fn becomes(condition: impl Fn() -> bool) -> bool {
     (0..3000).any(|_| {
         let condition = condition();
@@ -83,7 +83,7 @@ pub fn becomes(condition: impl Fn() -> bool) -> bool {
     })
 }
 
-/// Writes to a connection until its buffers are full.
+/// Writes to `source` until the buffers of the connection are full.
 pub fn fill(mut source: &TcpStream) {
     source.set_nonblocking(true).expect("its mode");
     while source.write(&[0; 65536]).is_ok() {}

@@ -1,4 +1,4 @@
-//! A small HTTP server on loopback, for Prometheus.
+//! A small HTTP server on loopback, from which Prometheus reads the metrics.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -16,7 +16,7 @@ const REQUEST: usize = 4096;
 /// Media type of answers without metrics.
 const PLAIN: &str = "text/plain; charset=utf-8";
 
-/// Answers requests on `listener` as long as the process runs, one client at a time.
+/// Answers HTTP requests on `listener`, one client at a time; never returns.
 pub fn serve(agent: &Arc<Agent>, listener: &TcpListener) {
     for stream in listener.incoming() {
         match stream {
@@ -57,7 +57,7 @@ fn answer(agent: &Arc<Agent>, mut stream: TcpStream) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Returns the answer to a request with this head; `text` makes the metrics.
+/// Returns the HTTP response to a request with the header `request`. `text` returns the metrics in a format.
 fn respond(request: &str, text: &dyn Fn(Format) -> String) -> String {
     let mut lines = request.lines();
     let mut words = lines.next().unwrap_or_default().split(' ');
@@ -107,7 +107,7 @@ mod tests {
         let (accepted, _) = listener.accept().unwrap();
         std::thread::scope(|scope| {
             let served = scope.spawn(|| answer(&agent, accepted));
-            // Each byte arrives long before the deadline, and the last one long after it.
+            // Each byte arrives before a timeout for a single read; the last byte arrives after the deadline for the request.
             for _ in 0..100 * METRICS.as_secs() {
                 if served.is_finished() || slow.write_all(b"x").is_err() {
                     break;
@@ -119,7 +119,7 @@ mod tests {
         });
     }
 
-    /// Returns the status line, media type and body of the answer to a request with these lines.
+    /// Returns the status line, media type and body of the response to a request with `lines`.
     fn answered(lines: &[&str]) -> (String, String, String) {
         let request = format!("{}\r\n\r\n", lines.join("\r\n"));
         let answer = respond(&request, &|format| format!("{format:?}"));

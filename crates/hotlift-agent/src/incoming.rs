@@ -1,4 +1,4 @@
-//! Incoming migrations: announced by another agent, and relayed to the destination QEMU.
+//! Incoming migrations and tunnels, announced by another agent: relays a migration to the destination QEMU.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,14 +22,14 @@ use crate::snapshot::State;
 use crate::supervise::{self, Progress};
 use crate::tunnel::{self, Limits};
 
-/// Longest time from the other agent's message about its source until the relay has read the start of that source's stream. A
-/// little longer than the other agent's own wait for its source (`SOURCE` in `outgoing`).
+/// Longest time from the other agent's message `Source` until the relay has read the start of the source's stream. A little
+/// longer than the other agent's own wait for its source (`SOURCE` in `outgoing`).
 const SOURCE: Duration = Duration::from_secs(150);
 
-/// Connect timeout for a tunnel's server.
+/// Connect timeout for the server to which a tunnel leads.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Answers `hello`, and carries the announced session until its end.
+/// Answers `hello`, and carries the announced migration or tunnel until its end.
 pub fn run(agent: &Arc<Agent>, mut conversation: Conversation, hello: &Hello) {
     let outcome = begin(agent, &mut conversation, hello);
     let (session, listener) = match outcome {
@@ -50,7 +50,8 @@ pub fn run(agent: &Arc<Agent>, mut conversation: Conversation, hello: &Hello) {
     agent.ended(&session, outcome);
 }
 
-/// Accepts or refuses the announced session. Returns it with its listener.
+/// Checks the migration or tunnel that `hello` announces, and answers `Ready` to accept it. Returns the new session and the
+/// listener of its connections. A refusal is an error.
 fn begin(
     agent: &Arc<Agent>,
     conversation: &mut Conversation,
@@ -76,13 +77,13 @@ fn begin(
         announcer: conversation.stream().peer().cloned(),
     };
     let pass = conversation.pass(token);
-    // Default weight: only a tunnel's answers share this host's budget.
+    // With the default weight: only the answers in a tunnel share this host's budget.
     let session = Session::new(subject, sender, Some(pass), WEIGHT, &agent.log);
     let session = Arc::new(session);
     agent.sessions.add(&session)?;
     let begun = match hello.kind {
         Kind::Migration => Ok(()),
-        // Connects before 'ready', so that one tunnel's connections reach the server in order.
+        // Connects before sending `Ready`: this keeps the order of a tunnel's connections at the server.
         Kind::Tunnel => dial::connect(to, CONNECT)
             .map_err(|source| CarryError::Connect { to, source })
             .and_then(|far| {
@@ -145,8 +146,9 @@ fn migration(
     })
 }
 
-/// Waits for the source's channels and method from the other agent, without a timeout, as long as that agent stays connected.
-/// Before that message, the destination's libvirt may prepare a guest: minutes with large preallocated memory.
+/// Waits until the other agent sends `Source` (the number of channels and the compression method of the source). No timeout
+/// applies while the agent stays connected. Before this message, the destination's libvirt may prepare a guest: this takes
+/// minutes if much memory is preallocated.
 fn source(session: &Session, conversation: &mut Conversation) -> Result<(u8, String), CarryError> {
     let wake_fd = session
         .control
@@ -180,7 +182,7 @@ fn tunnelled(
 ) -> Result<(), CarryError> {
     session.enter(State::Of(Status::Active));
     let near = std::cell::Cell::new(conversation.into_stream());
-    // The only connection of the listener is the one to the server, which `begin` has made.
+    // The listener has exactly one connection: `begin` made it, to the server.
     let limits = Limits::of(agent);
     tunnel::carry_all(session, listener, &limits, &|| {
         near.take().ok_or(CarryError::OutOfTurn)
@@ -198,7 +200,7 @@ mod tests {
         Hello {
             id: crate::messages::Id(7),
             kind,
-            // No server listens there.
+            // No process listens at this address.
             to: "127.0.0.1:49152".parse().unwrap(),
         }
     }

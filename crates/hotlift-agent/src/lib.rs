@@ -6,13 +6,13 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `run`, `critical_threads`, `drain` | start and end; the critical threads; the wait for running migrations before the end |
+//! | `run`, `critical_threads`, `drain` | start and end; threads whose loss ends the agent; the wait for running migrations |
 //! | `agent` | state that the threads share; reload |
 //! | `config`, `values` | the configuration file: every key is a field |
-//! | `rules`, `table`, `table_watch` | the nftables rules; the installed table; its repair after changes by other programs |
-//! | `dial` | connections that bypass the table; the original destination of a redirected connection |
-//! | `missed_packets`, `bypass`, `redirect_check` | connections that missed the redirect; foreign rules that cause it; a test of the redirect |
-//! | `redirect`, `source_socket` | classification of this host's connections; detection of a close by their QEMU |
+//! | `rules`, `table`, `table_watch` | the nftables rules; the installed table; its repair after another program changes it |
+//! | `dial` | connections that the table does not redirect; the original destination of a redirected connection |
+//! | `missed_packets`, `bypass`, `redirect_check` | packets that missed the redirect; foreign rules as its cause; a redirect test |
+//! | `redirect`, `source_socket` | classification of this host's connections; detection of a close by the source's QEMU |
 //! | `outgoing` | an outgoing migration, to the other agent |
 //! | `peer_port`, `incoming` | the agent's port; migrations that other agents announce |
 //! | `messages`, `supervise` | messages between two agents about a migration; supervision of its running relay |
@@ -23,8 +23,8 @@
 //! | `commands`, `log`, `notify` | the control socket, the journal, systemd |
 //! | `totals`, `metrics`, `http` | counters of all sessions; the metrics; the HTTP server for Prometheus |
 //!
-//! Each migration is a relay ([`hotlift::relay`]) with its own threads, as in `hotlift relay`. Only the relay decides which
-//! host has the guest. If the agent is killed, its migrations fail.
+//! Each migration is a relay ([`hotlift::relay`]) with its own threads, as in `hotlift relay`. The relay decides which host
+//! owns the guest; the agent never does. If the agent is killed, its migrations fail.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! The log: lines on standard error, for the journal or for a terminal.
+//! The log of the agent: lines on standard error, for the journal or for a terminal.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -8,12 +8,12 @@ use hotlift_terminal::output;
 
 use crate::config::LogLevel;
 
-/// The log and its level. Clones share the level.
+/// Writes log lines up to a level. Clones share the level.
 #[derive(Debug, Clone)]
 pub struct Log {
-    /// Priority of the most verbose lines that are printed.
+    /// Syslog priority of the most verbose lines that are printed.
     priority: Arc<AtomicU8>,
-    /// True if the journal reads the lines: it adds the time, and takes the priority from the line.
+    /// True if systemd's journal reads the lines. The journal adds the time, and takes the priority from each line.
     to_journal: bool,
 }
 
@@ -51,19 +51,19 @@ impl Log {
     }
 }
 
-/// Rate-limited log line, for events that any client can cause; counts suppressed repeats.
+/// A log line that any client can cause, written at most once per interval. Counts the suppressed lines.
 #[derive(Debug, Default)]
 pub struct RateLimited {
     last_written: Option<Instant>,
-    /// Number of lines suppressed since the last written one.
+    /// Number of suppressed lines since the last written one.
     kept_back: u64,
 }
 
-/// Shortest interval of lines of a [`RateLimited`].
+/// Shortest interval between two lines of a [`RateLimited`].
 const RATE_LIMIT_INTERVAL: Duration = Duration::from_secs(60);
 
 impl RateLimited {
-    /// Logs `text` if the interval is over at `now`.
+    /// Logs `text` if the interval since the last line is over at `now`; counts it otherwise.
     pub fn write(&mut self, log: &Log, text: &str, now: Instant) {
         if let Some(line) = self.line(text, now) {
             log.write(LogLevel::Warning, &line);
@@ -86,7 +86,7 @@ impl RateLimited {
     }
 }
 
-/// Returns the priority of sd-daemon(3).
+/// Returns the syslog priority of `level`, as in sd-daemon(3).
 fn priority(level: LogLevel) -> u8 {
     match level {
         LogLevel::Error => 3,

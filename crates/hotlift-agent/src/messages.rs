@@ -1,4 +1,4 @@
-//! Messages of two agents about a migration: JSON, one line a message, over a separate TLS connection.
+//! Messages between two agents about a migration: JSON, one line a message. They use a TLS connection without migration data.
 //!
 //! ```text
 //! source                  destination
@@ -9,7 +9,7 @@
 //! completed        <--->
 //! ```
 //!
-//! A tunnel has only hello and ready: its bytes follow on the same connection.
+//! A tunnel has only hello and ready: the tunnel's bytes follow on the same connection.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -18,7 +18,7 @@ use hotlift::conversation::OpeningRequest;
 use hotlift_qmp::Uuid;
 use serde::{Deserialize, Serialize};
 
-/// Id of a migration in the logs of both hosts.
+/// Id of a migration or tunnel in the logs of both hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Id(pub u32);
@@ -66,7 +66,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Returns its name.
+    /// Returns the name of the kind, for logs and metrics.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -76,42 +76,42 @@ impl Kind {
     }
 }
 
-/// First message of the conversation.
+/// First message: the source's agent announces a migration or a tunnel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Hello {
     /// Id of the session.
     pub id: Id,
-    /// Its kind.
+    /// Content of the connections: a migration, or other bytes (a tunnel).
     pub kind: Kind,
     /// Original destination of the source's connections.
     pub to: SocketAddr,
 }
 
-/// Later messages, from either side.
+/// All messages after the hello.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "message", rename_all = "kebab-case")]
 pub enum Message {
-    /// The destination accepts.
+    /// The destination's agent accepts the migration or tunnel.
     Ready {
-        /// Token at the start of each connection of the migration.
+        /// Token that the source's relay sends at the start of each connection of the migration.
         token: Uuid,
     },
-    /// The destination refuses.
+    /// The destination's agent refuses the migration or tunnel.
     Refused {
         /// The reason, in one line.
         reason: String,
     },
-    /// Properties of the source's QEMU, for the destination's QEMU.
+    /// Properties of the source's QEMU; the relay of the destination needs them for its stream to the destination's QEMU.
     Source {
-        /// Number of multifd channels; 0 for none.
+        /// Number of multifd channels; 0 without multifd.
         channels: u8,
-        /// Compression method of their packets.
+        /// Compression method of the multifd packets.
         method: String,
     },
-    /// This side's relay succeeded.
+    /// The relay on the sender's host succeeded.
     Completed,
-    /// This side's relay failed.
+    /// The relay on the sender's host failed.
     Failed {
         /// The reason, in one line.
         reason: String,

@@ -1,4 +1,4 @@
-//! Metrics for Prometheus: their table, in both of its text formats.
+//! The agent's metrics for Prometheus: a table of all metrics, and its output in two text formats.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,7 +20,7 @@ use crate::snapshot::{Snapshot, State};
 use crate::table;
 use crate::totals::{Counts, DIRECTIONS, Histograms, Totals, Traffic, number};
 
-/// A text format.
+/// Text format of the metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     /// Prometheus's text format, version 0.0.4: the default.
@@ -33,7 +33,7 @@ impl Format {
     /// Media type by which a client requests OpenMetrics.
     pub const OPEN_METRICS: &str = "application/openmetrics-text";
 
-    /// Returns its media type with its version.
+    /// Returns the format's media type, with its version.
     #[must_use]
     pub fn media_type(self) -> &'static str {
         match self {
@@ -43,19 +43,19 @@ impl Format {
     }
 }
 
-/// A row of the table: name without the samples' suffix, help, and values with labels.
+/// A row of the table: name without the suffix of samples, help text, and the source of the values.
 struct Row {
     name: &'static str,
     help: &'static str,
     values: Source,
 }
 
-/// Values of a row, by its type.
+/// Functions that return the values of a row, by metric type.
 enum Source {
     Counter(fn(&Seen) -> Values),
     Gauge(fn(&Seen) -> Values),
     Histogram(fn(&Seen) -> &Histograms),
-    /// One value for each running migration.
+    /// One value for each running migration, labelled with the migration's id.
     EachCounter(fn(&Session, &Snapshot) -> f64),
     EachGauge(fn(&Session, &Snapshot) -> f64),
 }
@@ -73,10 +73,10 @@ impl Source {
 type Labels = Vec<(&'static str, String)>;
 type Values = Vec<(Labels, f64)>;
 
-/// Data for all rows.
+/// Data from which all rows get their values.
 struct Seen {
     totals: Totals,
-    /// Traffic of ended and of running sessions.
+    /// Traffic of ended and of running sessions together.
     traffic: Traffic,
     /// Running migrations, each with one consistent snapshot.
     migrations: Vec<(Arc<Session>, Snapshot)>,
@@ -84,12 +84,12 @@ struct Seen {
     bandwidth: u64,
     cpu: f64,
     most: u32,
-    /// Packets that missed the redirect; `None` if nft cannot be run. A 0 instead would be a reset of the counter.
+    /// Packets that missed the redirect; `None` if nft cannot be run. Prometheus would take a 0 for a reset of the counter.
     past: Option<Vec<MissedPackets>>,
 }
 
-/// All metrics. Those of one migration have its id, and disappear at its end. Names have their unit, as Prometheus's
-/// conventions require.
+/// All metrics. Metrics of a single migration carry its id, and disappear at its end. Names end with their unit, as Prometheus
+/// requires.
 const TABLE: &[Row] = &[
     counter(
         "hotlift_agent_ended",
@@ -310,9 +310,9 @@ const fn each_gauge(
     row(name, help, Source::EachGauge(value))
 }
 
-/// Sums the bypass counts of all addresses; empty if nft cannot be run.
+/// Returns the sum of `of` over all addresses with packets that missed the redirect; no value if nft cannot be run.
 fn past(seen: &Seen, of: fn(&MissedPackets) -> u64) -> Values {
-    // The sum of no f64 is -0.0.
+    // Sums integers, since the sum of an empty sequence of f64 is -0.0.
     let sum = |counts: &Vec<MissedPackets>| counts.iter().map(of).fold(0, u64::saturating_add);
     let past = seen.past.as_ref().map(sum);
     past.map_or_else(Vec::new, |sum| one(number(sum)))
@@ -424,7 +424,7 @@ pub fn text(agent: &Agent, format: Format) -> String {
     }
 }
 
-/// Converts OpenMetrics to Prometheus's format: there, counters have the names of their samples, and there is no last line.
+/// Converts OpenMetrics to Prometheus's text format: counters get the names of their samples, and the final line is removed.
 fn of_open_metrics(text: &str) -> String {
     let is_counter = |row: &&Row| matches!(row.values.kind(), MetricType::Counter);
     let counters = TABLE.iter().filter(is_counter);
@@ -463,7 +463,7 @@ mod tests {
 
     const FORMATS: [Format; 2] = [Format::Text, Format::OpenMetrics];
 
-    /// Returns the values of all samples, by name and labels.
+    /// Returns the value of each sample; the key is its name with labels.
     fn samples(text: &str) -> HashMap<String, f64> {
         let lines = text.lines().filter(|line| !line.starts_with('#'));
         let sample = |line: &str| {
@@ -473,7 +473,7 @@ mod tests {
         lines.map(sample).collect()
     }
 
-    /// Creates agents without a session, and with some of each kind.
+    /// Creates two agents: without a session, and with sessions of each kind.
     fn agents() -> [Arc<Agent>; 2] {
         let [idle, busy] = [agent(""), agent("")];
         for (id, direction) in [(1, Direction::Outgoing), (2, Direction::Incoming)] {
@@ -491,7 +491,7 @@ mod tests {
         [idle, busy]
     }
 
-    /// Checks the rules of a format, and Prometheus's conventions for names.
+    /// Checks that `text` follows the rules of `format`, and Prometheus's conventions for names.
     fn assert_well_formed(text: &str, format: Format) {
         let mut families: HashMap<&str, (&str, bool)> = HashMap::new();
         let mut series = HashSet::new();
@@ -534,7 +534,7 @@ mod tests {
         let ends = usize::from(format == Format::OpenMetrics);
         assert_eq!(usize::from(text.ends_with("\n# EOF\n")), ends);
         assert_eq!(text.matches("# EOF").count(), ends);
-        // A family without samples is one of the running migrations.
+        // Only metrics of running migrations may have no samples.
         let empty = families.iter().filter(|(_, (_, is_seen))| !is_seen);
         for (name, _) in empty {
             assert!(

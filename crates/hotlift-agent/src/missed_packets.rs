@@ -1,4 +1,4 @@
-//! Packets that missed the redirect: counted by the table, also without a running agent, and logged by the agent.
+//! Packets that missed the redirect: the nftables table counts them, also without a running agent; the agent logs them.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -18,16 +18,16 @@ use serde_json::Value;
 use crate::config::Plaintext;
 use crate::rules::{COUNTED, LOG_GROUP, TABLE};
 
-/// Shortest interval of log lines about one address.
+/// Shortest interval between two log lines about one address.
 pub const REPEAT_INTERVAL: Duration = Duration::from_secs(60);
 
-/// linux/netlink.h: `NLMSG_ERROR`, the type of an answer.
+/// linux/netlink.h: `NLMSG_ERROR`, the type of the kernel's answer to a request.
 const ANSWER: u16 = 2;
 
-/// Limit of messages that are read before the kernel's answer.
+/// Most messages that are read while the kernel's answer is awaited.
 const MAX_BEFORE_ANSWER: usize = 64;
 
-/// Packets to one address that missed the redirect.
+/// Count of packets to one address that missed the redirect.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MissedPackets {
@@ -35,12 +35,12 @@ pub struct MissedPackets {
     pub to: IpAddr,
     /// Number of packets.
     pub packets: u64,
-    /// Number of bytes, with headers.
+    /// Number of bytes in these packets, with headers.
     pub bytes: u64,
 }
 
 impl MissedPackets {
-    /// Returns a line for the log.
+    /// Returns the log line for this count; `plaintext` shows if the packets were refused.
     #[must_use]
     pub fn line(&self, plaintext: Plaintext) -> String {
         let Self { to, packets, .. } = self;
@@ -56,7 +56,7 @@ impl MissedPackets {
     }
 }
 
-/// Returns the counts in the output of `nft -j list table`; none if it is not such a list.
+/// Reads the counts in `listed`, the output of `nft -j list table`. Returns an empty list if `listed` is not such output.
 #[must_use]
 pub fn counts(listed: &str) -> Vec<MissedPackets> {
     let listed: Value = serde_json::from_str(listed).unwrap_or_default();
@@ -78,7 +78,7 @@ pub fn counts(listed: &str) -> Vec<MissedPackets> {
     counts.collect()
 }
 
-/// Returns the nft commands that add these counts to a new table.
+/// Returns nft commands that add `counts` to the sets of a new table.
 #[must_use]
 pub fn as_elements(counts: &[MissedPackets]) -> String {
     let mut text = String::new();
@@ -94,19 +94,19 @@ pub fn as_elements(counts: &[MissedPackets]) -> String {
     text
 }
 
-/// Packets logged for each address, and the time of the line.
+/// For each address: the number of packets in the last log line, and the time of this line.
 #[derive(Debug, Default)]
 pub struct LoggedMisses(BTreeMap<IpAddr, (u64, Instant)>);
 
 impl LoggedMisses {
-    /// Returns the `counts` to log at `now`, and true if others must wait for [`REPEAT_INTERVAL`].
+    /// Returns those of `counts` to log at `now`. Also returns true if another count must wait for [`REPEAT_INTERVAL`].
     pub fn due_for_log(
         &mut self,
         counts: Vec<MissedPackets>,
         now: Instant,
     ) -> (Vec<MissedPackets>, bool) {
         let mut waits = false;
-        // A new table counts from zero.
+        // Forgets addresses that the table does not list: a new table counts from zero.
         self.0
             .retain(|to, _| counts.iter().any(|count| count.to == *to));
         let mut new_counts = counts;
@@ -128,15 +128,15 @@ impl LoggedMisses {
     }
 }
 
-/// The kernel's reports of packets that miss the redirect, without their content.
+/// Netlink socket on which the kernel reports packets that miss the redirect, without their content.
 #[derive(Debug)]
 pub struct MissReports(OwnedFd);
 
 impl MissReports {
-    /// Starts listening.
+    /// Subscribes to the kernel's reports.
     ///
     /// # Errors
-    /// Without `CAP_NET_ADMIN`, or if another program uses the group.
+    /// The system's error, without `CAP_NET_ADMIN` or if another program uses the group.
     pub fn listen() -> std::io::Result<Self> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (family, protocol) = (AddressFamily::NETLINK, Some(netlink::NETFILTER));
@@ -144,7 +144,7 @@ impl MissReports {
         bind(&socket, &SocketAddrNetlink::new(0, 0))?;
         send(&socket, &bind_to_group(), SendFlags::empty())?;
         let mut room = [0; 4096];
-        // The kernel has answered when `send` returns. Reports of packets may precede the answer.
+        // When `send` returns, the kernel has queued its answer. Reports of packets may precede the answer.
         for _ in 0..=MAX_BEFORE_ANSWER {
             let (length, _) = recv(&socket, &mut room, RecvFlags::empty())?;
             let message = &room[..length];
@@ -158,7 +158,7 @@ impl MissReports {
         Err(std::io::ErrorKind::InvalidData.into())
     }
 
-    /// Discards all received reports; returns true if there were any.
+    /// Reads and discards all waiting reports; returns true if there was at least one.
     pub fn drain(&self) -> bool {
         let mut room = [0; 4096];
         let mut something = false;
@@ -178,7 +178,7 @@ impl AsFd for MissReports {
     }
 }
 
-/// Returns the message that binds a socket to the group's packets: linux/netlink.h, linux/netfilter/nfnetlink.h and
+/// Returns the netlink message that binds a socket to the log group. Formats: linux/netlink.h, linux/netfilter/nfnetlink.h and
 /// `nfnetlink_log.h`.
 fn bind_to_group() -> Vec<u8> {
     // NFNL_SUBSYS_ULOG << 8 | NFULNL_MSG_CONFIG; NLM_F_REQUEST | NLM_F_ACK.
@@ -206,22 +206,22 @@ fn bind_to_group() -> Vec<u8> {
     let mut message = Vec::from(length.to_ne_bytes());
     message.extend(CONFIG.to_ne_bytes());
     message.extend(FLAGS.to_ne_bytes());
-    // Sequence number and port: the kernel needs neither.
+    // Sequence number and port id: the kernel needs neither.
     message.extend([0; 8]);
     message.extend(body);
     message
 }
 
-/// Returns true if the type in the header of a netlink message is that of an answer.
+/// Returns true if the header of a netlink message has the type [`ANSWER`].
 fn is_answer(message: &[u8]) -> bool {
     message
         .get(4..6)
         .is_some_and(|kind| kind == ANSWER.to_ne_bytes())
 }
 
-/// Returns the error number in a netlink answer; 0 for success.
+/// Returns the error number in `answer`, a netlink message of type [`ANSWER`]; 0 for success.
 fn error_of(answer: &[u8]) -> i32 {
-    // nlmsgerr, after a header of 16 bytes.
+    // `struct nlmsgerr` follows the header of 16 bytes.
     let error = answer.get(16..20).and_then(|bytes| bytes.try_into().ok());
     error.map_or(Errno::INVAL.raw_os_error(), |bytes| {
         i32::from_ne_bytes(bytes).saturating_neg()

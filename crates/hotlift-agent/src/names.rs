@@ -1,4 +1,4 @@
-//! Check that this host's certificate is for this host.
+//! Checks that this host's certificate contains a name or an address of this host.
 
 use std::net::{IpAddr, ToSocketAddrs};
 use std::path::Path;
@@ -9,13 +9,13 @@ use nix::ifaddrs::getifaddrs;
 
 use crate::dial::ip_of;
 
-/// Limit of a certificate's names that are resolved: each may take the resolver's timeout.
+/// Most names of a certificate that are resolved: each may take the resolver's timeout.
 const RESOLVED: usize = 4;
 
-/// Limit of a certificate's names in a message.
+/// Most names of a certificate in the warning.
 const SHOWN: usize = 8;
 
-/// Names and addresses of a host.
+/// Names and addresses of this host.
 #[derive(Debug, Default)]
 pub struct OwnNames {
     names: Vec<String>,
@@ -23,7 +23,7 @@ pub struct OwnNames {
 }
 
 impl OwnNames {
-    /// Reads the names and addresses of this host, and adds the host of `listen`.
+    /// Reads the names and addresses of this host, and adds the host in `listen`.
     pub fn of_this_host(listen: &str) -> Self {
         let mut own = Self::default();
         // If the host name cannot be read, the addresses and `listen` decide.
@@ -40,13 +40,14 @@ impl OwnNames {
         let interfaces = getifaddrs().into_iter().flatten();
         let addresses = interfaces.filter_map(|interface| ip_of(&interface.address?));
         own.addresses.extend(addresses);
-        // Other hosts cannot reach this host at these addresses.
+        // Other hosts cannot use loopback and unspecified addresses.
         own.addresses
             .retain(|address| !address.is_loopback() && !address.is_unspecified());
         own
     }
 
-    /// Returns true if a certificate's DNS name matches one of these: equal, a short name with its domain, or a wildcard.
+    /// Returns true if `dns`, a name in a certificate, matches a name of this host. It may be equal, extend a short name by a
+    /// domain, or be a wildcard for the domain.
     fn have(&self, dns: &str) -> bool {
         let dns = dns.to_ascii_lowercase();
         self.names.iter().any(|own| {
@@ -61,14 +62,14 @@ impl OwnNames {
     }
 }
 
-/// Returns the addresses of a name; none if it is unknown.
+/// Returns the addresses of a host name; none if the name is unknown.
 pub fn resolve(name: &str) -> Vec<IpAddr> {
     let addresses = (name, 0).to_socket_addrs().into_iter().flatten();
     addresses.map(|address| address.ip()).collect()
 }
 
-/// Returns a warning if the certificate in `file` has no name and no address of this host. `resolve` returns the addresses of a
-/// name.
+/// Returns a warning if the certificate in `file` contains no name and no address of this host; `None` otherwise. `resolve`
+/// returns the addresses of a name.
 pub fn of_another_host(
     file: &Path,
     identity: &Identity,
@@ -78,7 +79,7 @@ pub fn of_another_host(
     let is_own = |address: &IpAddr| own.addresses.contains(address);
     let mut resolved = identity.dns.iter().take(RESOLVED);
     let has: Vec<_> = identity.names().take(SHOWN).collect();
-    // A certificate without a name is refused for that reason.
+    // A certificate without any name gets no warning here: the handshake refuses it.
     if has.is_empty()
         || identity.ip.iter().any(is_own)
         || identity.dns.iter().any(|dns| own.have(dns))

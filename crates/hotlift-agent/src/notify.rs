@@ -1,22 +1,22 @@
-//! Status reports to systemd with the protocol of sd_notify(3): datagrams to its socket.
+//! Status reports to systemd: datagrams to its socket, as in sd_notify(3).
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::Duration;
 
-/// The agent is ready: `systemctl start` returns.
+/// Report that the agent is ready; then `systemctl start` returns.
 pub const READY: &str = "READY=1";
 
-/// Returns the report that the agent is stopping, and ends within `time`, regardless of TimeoutStopSec=.
+/// Returns the report that the agent is stopping. The agent ends within `time`; systemd extends TimeoutStopSec= to `time`.
 pub fn stopping(time: Duration) -> String {
     let microseconds = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
     format!("STOPPING=1\nEXTEND_TIMEOUT_USEC={microseconds}")
 }
 
-/// Sends `state` to systemd, if it started this process with a notification socket.
+/// Sends `state` to systemd. Does nothing if systemd did not start this process with a notification socket.
 pub fn notify(state: &str) {
-    // Errors are ignored: without reports systemd watches the process only.
+    // Errors are ignored: without these reports, systemd still watches the process.
     let _ = try_notify(state);
 }
 

@@ -1,4 +1,4 @@
-//! Outgoing migrations: connections of this host's QEMUs, through the destination host's agent.
+//! Outgoing migrations and tunnels: connections of this host's QEMUs, carried through the agent of the destination host.
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -24,23 +24,24 @@ use crate::snapshot::State;
 use crate::supervise::{self, Progress};
 use crate::tunnel::{self, Limits, RemoteEnd};
 
-/// Longest wait for the other agent's answer to a hello: it checks an address, or connects on its own host.
+/// Longest wait for the other agent's answer to a hello. Before its answer it checks an address, or connects on its own host.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// Longest wait for a source's first bytes: a QEMU takes a minute, without sending, to start a large VM's dirty log.
+/// Longest wait for a source's first bytes: for a large VM, QEMU needs up to a minute to start the dirty log before it sends.
 const SOURCE: Duration = Duration::from_secs(120);
 
 /// Connect timeout for a destination without an agent.
 const DIRECT: Duration = Duration::from_secs(30);
 
-/// Result of an attempt to reach the other agent.
+/// Result of an attempt to connect to the other agent.
 enum Reached {
     Agent(Conversation, Address),
-    /// No process listens at the agent's port.
+    /// No process listens at the port of the other agent.
     Nobody(TransportError),
 }
 
-/// Carries the connections of `listener` until the session ends.
+/// Carries the connections of `listener` to the destination of `session`, until the session ends. Returns the relay's report;
+/// `None` for data that no relay carries.
 ///
 /// # Errors
 /// [`CarryError`].
@@ -96,7 +97,7 @@ fn migration(
     let sender = conversation.sender();
     let on_source = |source: &SourceStream| {
         progress.has_begun.store(true, Ordering::Release);
-        // Send errors are ignored: without this message the other relay does not begin, so this relay fails, too.
+        // Send errors are ignored: without this message the other agent's relay does not begin, and then this relay fails.
         let _ = sender.send(&Message::Source {
             channels: source.channels,
             method: source.method.to_owned(),
@@ -121,8 +122,8 @@ fn migration(
                 &session.control,
                 hooks,
             );
-            // Closed at once: the next migration must not wait for the final message about this one. After a failure the
-            // remaining connections most likely belong to this migration, and its QEMU has abandoned them.
+            // Closes the listener before the other agent's final message, for which the next migration must not wait. After a
+            // failure, the connections that remain most likely belong to this migration, and its QEMU has abandoned them.
             let rest = listener.close();
             if outcome.is_ok() {
                 agent.give_back(rest, to);
@@ -147,7 +148,7 @@ fn tunnelled(agent: &Agent, session: &Arc<Session>, listener: &Listener) -> Resu
     tunnel::carry_all(session, listener, &Limits::of(agent), &open)
 }
 
-/// Opens a tunnel to the destination of `session`, through the agent there.
+/// Opens a connection to the destination of `session` through the agent there.
 fn through(mut conversation: Conversation, session: &Session) -> Result<RemoteEnd, CarryError> {
     match ask(&mut conversation, session, Kind::Tunnel)? {
         Message::Ready { .. } => conversation.into_stream().ok_or(CarryError::OutOfTurn),
@@ -156,7 +157,7 @@ fn through(mut conversation: Conversation, session: &Session) -> Result<RemoteEn
     }
 }
 
-/// Connects to `to` directly.
+/// Connects to `to` without an agent.
 fn direct(to: SocketAddr) -> Result<RemoteEnd, CarryError> {
     let stream: Result<Stream, _> = dial::connect(to, DIRECT);
     stream
@@ -164,8 +165,8 @@ fn direct(to: SocketAddr) -> Result<RemoteEnd, CarryError> {
         .map_err(|source| CarryError::Connect { to, source })
 }
 
-/// Connects to the agent of the host with `to`. An invalid certificate, an error of this host, and a configured agent that does
-/// not answer are errors: none of them leads to an unencrypted connection.
+/// Connects to the agent of the host `to`. Returns `Nobody` only if no process listens there and the key `peers` names no
+/// agent. All other failures are errors, since the caller may send unencrypted data after `Nobody`.
 fn reach(agent: &Agent, config: &Config, to: SocketAddr) -> Result<Reached, CarryError> {
     let address = config.agent_of(to.ip());
     let stream = match address.connect(config.agent_timeout.0) {
@@ -181,8 +182,8 @@ fn reach(agent: &Agent, config: &Config, to: SocketAddr) -> Result<Reached, Carr
     Ok(Reached::Agent(Conversation::new(secured), address))
 }
 
-/// Returns true if a connection was refused or timed out: then no process listens there. Other errors do not show this: no
-/// descriptors, no route, an unknown name.
+/// Returns true if `error` shows that no process listens: the connection was refused, or timed out. Other errors do not show
+/// this: no file descriptors, no route, an unknown name.
 fn has_no_listener(error: &TransportError) -> bool {
     let TransportError::Connect { source, .. } = error else {
         return false;
@@ -212,7 +213,7 @@ fn refused(reason: &str) -> CarryError {
     }
 }
 
-/// Returns an error unless connections may go to a host without an agent.
+/// Returns an error if the configuration refuses connections to a host without an agent. Logs a warning otherwise.
 fn allow_plaintext(
     config: &Config,
     session: &Session,
@@ -239,7 +240,7 @@ mod tests {
     use super::*;
     use crate::fixture::agent;
 
-    /// Returns a loopback port at which no process listens.
+    /// Returns a loopback port without a listening process.
     fn closed_port() -> u16 {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         listener.local_addr().unwrap().port()
@@ -248,7 +249,7 @@ mod tests {
     #[test]
     fn only_a_refused_or_timed_out_connection_to_an_unnamed_agent_means_no_listener() {
         let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 49152));
-        // The kernel does not connect to a broadcast address: EACCES or ENETUNREACH.
+        // The kernel never connects to a broadcast address: the error is EACCES or ENETUNREACH.
         let broadcast = SocketAddr::from((Ipv4Addr::BROADCAST, 49152));
         let port = closed_port();
         for (lines, to, is_nobody) in [

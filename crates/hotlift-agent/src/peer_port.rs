@@ -1,4 +1,4 @@
-//! The agent's port: classifies each connection by its first bytes after the TLS handshake.
+//! The port at which the agent listens for other agents. Classifies each connection by its first bytes after the TLS handshake.
 
 use std::io;
 use std::sync::Arc;
@@ -17,15 +17,15 @@ use crate::error::CarryError;
 use crate::incoming;
 use crate::messages::{Hello, Message};
 
-/// Request of a peer with a valid certificate.
+/// Purpose of a connection from a peer with a valid certificate.
 enum PeerRequest {
-    /// Announces a migration or a tunnel.
+    /// Announces a new migration or tunnel.
     Announce(Hello),
-    /// Joins an announced migration, or asks about it.
+    /// Joins an announced migration with its token, or asks about its outcome.
     Belong(ConnectionClass),
 }
 
-/// Serves the agent's port until the agent ends.
+/// Accepts connections at the agent's port until the agent ends.
 ///
 /// # Errors
 /// If the system has no file descriptors left.
@@ -53,7 +53,7 @@ fn receive(conversation: &mut Conversation) -> Result<Option<PeerRequest>, Conve
             head => return Ok(Some(PeerRequest::Belong(head))),
         }
     }
-    // The connection has sent a part of a hello, or has ended.
+    // The connection has ended, or has sent a part of a hello.
     let hello = conversation.receive_hello(Duration::ZERO)?;
     Ok(hello.map(PeerRequest::Announce))
 }
@@ -73,7 +73,7 @@ fn take(agent: &Arc<Agent>, call: Call<PeerRequest>) {
         Err(error) => {
             let peer = conversation.stream().peer_host();
             let reason = error_line(&of_an_agent(error));
-            // Errors are ignored, without a wait: the peer may have closed the connection, or may not read.
+            // Errors are ignored, and the send does not wait: the peer may have closed the connection, or may not read.
             let _ = conversation.send(&Message::Refused {
                 reason: reason.clone(),
             });
@@ -82,7 +82,7 @@ fn take(agent: &Arc<Agent>, call: Call<PeerRequest>) {
     }
 }
 
-/// Converts an error of a conversation into one with an agent: only agents connect to this port.
+/// Converts an error before the hello to the agent's error type: only agents connect to this port.
 fn of_an_agent(error: DropReason) -> CarryError {
     match error {
         DropReason::Conversation(source) => CarryError::Conversation(source),
@@ -100,7 +100,7 @@ fn announce(agent: &Arc<Agent>, conversation: Conversation, hello: Hello) {
     }
 }
 
-/// Passes a connection to its migration, after reading its token, if it begins with one.
+/// Passes a connection to the migration to which its token or question belongs.
 fn belong(agent: &Agent, mut one: Admitted) {
     let session = match one.head() {
         ConnectionClass::Token(_) => agent.sessions.find(|session| {

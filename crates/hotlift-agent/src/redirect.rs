@@ -1,7 +1,8 @@
-//! The loopback port that this host's migrations are redirected to.
+//! The loopback port to which the nftables rules redirect this host's migrations.
 //!
-//! Connections to one address and port form one migration or one tunnel. Their first bytes decide which. If none arrive, it is
-//! a tunnel, whose server sends first. No connection reaches the destination before this decision, since QEMU takes the first
+//! All connections to one address and port form one migration or one tunnel. Their first bytes decide which. If no bytes
+//! arrive, they are a tunnel whose server sends first. Before the decision no connection is made to the destination: QEMU would
+//! take the first connection for the main channel.
 //! one as the main channel.
 
 use std::collections::HashMap;
@@ -28,10 +29,10 @@ use crate::outgoing;
 use crate::rules;
 use crate::session::{Direction, Session, SessionInfo};
 
-/// Delay after a connection could not be accepted.
+/// Delay before the next accept after an accept failed.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// A connection that is not classified yet.
+/// A redirected connection that is not classified yet.
 struct Waiting {
     one: Admitted,
     to: SocketAddr,
@@ -43,14 +44,14 @@ impl AsFd for Waiting {
     }
 }
 
-/// The listeners on IPv4 and, if the host has it, IPv6.
+/// Listeners of the redirect port: on IPv4 and, if the host has it, on IPv6. The flag is true for IPv6.
 pub struct Redirected(Vec<(Listener, bool)>);
 
 impl Redirected {
-    /// Listens on loopback.
+    /// Opens the listeners on loopback at `port`.
     ///
     /// # Errors
-    /// If the port is in use.
+    /// If the port is in use, or IPv4 fails for another reason.
     pub fn listen(port: u16) -> Result<Self, TransportError> {
         let on = |host: String| Address::Tcp { host, port }.listen();
         let mut listeners = vec![(on(Ipv4Addr::LOCALHOST.to_string())?, false)];
@@ -68,7 +69,7 @@ impl Redirected {
         Ok(Self(listeners))
     }
 
-    /// Marks the listeners, as the rules require: see `rules`.
+    /// Sets the agent's mark on the listeners: the rules reset connections to a port without it (see `rules`).
     ///
     /// # Errors
     /// Without `CAP_NET_ADMIN`.
@@ -78,18 +79,18 @@ impl Redirected {
     }
 }
 
-/// Classes of the waiting connections to one address.
+/// Classes of all unclassified connections to one address. Each flag is true if at least one connection has this class.
 #[derive(Debug, Clone, Copy, Default)]
 struct AddressClasses {
     main: bool,
     channel: bool,
-    /// True if a connection has not sent enough to classify it, and still may.
+    /// True if a connection has sent too little to classify it, and its time limit is not over.
     silent: bool,
     other: bool,
 }
 
 impl AddressClasses {
-    /// Returns the kind of the session, if it is known.
+    /// Returns the kind of the session; `None` if the connections do not show it yet.
     fn kind(&self) -> Option<Kind> {
         match self {
             Self { main: true, .. } => Some(Kind::Migration),
@@ -105,19 +106,19 @@ impl AddressClasses {
     }
 }
 
-/// Classifies connections, and starts their sessions.
+/// Classifies redirected connections, and starts a session for each address.
 struct Router<'a> {
     agent: &'a Arc<Agent>,
     waiting: PendingConnections<Waiting>,
     sessions: HashMap<SocketAddr, Weak<Session>>,
-    /// Rate-limited log line about direct connections, which any local user can make.
+    /// Rate limit of the log line about connections that were not redirected: any local user can make them.
     not_redirected: RateLimited,
 }
 
-/// Serves the listeners until the agent ends.
+/// Serves the redirect port until the agent ends.
 ///
 /// # Errors
-/// If the system has no descriptor left.
+/// If the system has no file descriptors left.
 pub fn serve(agent: &Arc<Agent>, redirected: &Redirected) -> io::Result<()> {
     let mut router = Router::new(agent)?;
     while !agent.has_ended() {
@@ -125,7 +126,7 @@ pub fn serve(agent: &Arc<Agent>, redirected: &Redirected) -> io::Result<()> {
         for (listener, v6) in &redirected.0 {
             router.accept(listener, *v6);
         }
-        // Connections that arrived during an ended migration belong to the next one.
+        // Connections that arrived during a migration that has ended belong to the next one.
         for (one, to) in agent.take_returned() {
             router.keep(one, to);
         }
@@ -144,7 +145,7 @@ impl<'a> Router<'a> {
         })
     }
 
-    /// Waits for the next event.
+    /// Waits for a new connection, for bytes on an unclassified one, or for its time limit.
     fn wait(&self, redirected: &Redirected) {
         let listeners = redirected.0.iter().map(|(listener, _)| listener.as_fd());
         let more = [self.agent.returned_fd(), self.waiting.polled()];
@@ -170,7 +171,7 @@ impl<'a> Router<'a> {
                 log.write(LogLevel::Debug, &format!("a connection to {to}"));
                 self.keep(one, to);
             }
-            // A client that connects directly has no use for the agent.
+            // A connection that was not redirected has no destination.
             _ => {
                 let text = "refused a connection that was not redirected";
                 self.not_redirected.write(log, text, Instant::now());
@@ -181,7 +182,7 @@ impl<'a> Router<'a> {
     fn keep(&mut self, one: Admitted, to: SocketAddr) {
         let one = Waiting { one, to };
         if self.agent.sessions.is_ending() {
-            // A running session may finish, and gets its further connections.
+            // While the agent ends, a running session still accepts connections.
             if let Some(_new) = self.deliver(one) {
                 let error = CarryError::Ending;
                 self.agent.refuse(&format!("to={to} error=\"{error}\""));
@@ -195,7 +196,7 @@ impl<'a> Router<'a> {
         }
     }
 
-    /// Checks the waiting connections, in order of arrival.
+    /// Classifies the waiting connections, and passes them to sessions in order of arrival.
     fn poll(&mut self, now: Instant) {
         self.sessions
             .retain(|_, session| session.strong_count() > 0);
@@ -207,7 +208,7 @@ impl<'a> Router<'a> {
         let is_late = |since| now.saturating_duration_since(since) >= SILENCE;
         let is_over = |waiting: &Waiting, since| match waiting.one.head() {
             ConnectionClass::Gone(_) => true,
-            // No main channel has followed: it came first, and has closed.
+            // No main channel has followed: it came before this channel, and has closed.
             ConnectionClass::Channel(_) | ConnectionClass::OtherVersion(_) => is_late(since),
             _ => false,
         };
@@ -237,7 +238,7 @@ impl<'a> Router<'a> {
             match (self.deliver(one), kind) {
                 (None, _) => {}
                 (Some(one), Some(kind)) => self.begin(kind, one),
-                // The running session has just ended: the connection may belong to the next one.
+                // The session ended after the last check: the connection may belong to the next session.
                 (Some(one), None) => {
                     places.remove(&one.to);
                     let _ = self.waiting.enter(one, since);
@@ -246,8 +247,8 @@ impl<'a> Router<'a> {
         }
     }
 
-    /// Passes a connection to the running session of its address. Returns the connection if there is no such session, or if
-    /// the session has lost its source.
+    /// Passes a connection to the running session of its address. Returns the connection if no such session runs, or if its
+    /// source has closed all connections.
     fn deliver(&self, waiting: Waiting) -> Option<Waiting> {
         let Waiting { one, to } = waiting;
         let Some(session) = under_way(&self.sessions, to) else {
@@ -257,13 +258,13 @@ impl<'a> Router<'a> {
         given.err().map(|one| Waiting { one, to })
     }
 
-    /// Starts a session for `one`, its first connection.
+    /// Starts a session of `kind` to the destination of `one`, its first connection.
     fn begin(&mut self, kind: Kind, one: Waiting) {
         let Waiting { one, to } = one;
         match start(self.agent, to, kind) {
             Ok(session) => {
                 self.sessions.insert(to, Arc::downgrade(&session));
-                // The session is new and accepts it.
+                // A new session always accepts a connection.
                 let _ = session.deliver(one);
             }
             Err(error) => {
@@ -274,7 +275,8 @@ impl<'a> Router<'a> {
     }
 }
 
-/// Returns the running session to `to` if it has not lost its source: a retry of a migration cancelled in the queue must not
+/// Returns the running session to `to`; `None` if its source has closed all connections. Otherwise the retry of a migration
+/// that was cancelled while it waited for a slot would join the old session.
 /// join the old session.
 fn under_way(
     sessions: &HashMap<SocketAddr, Weak<Session>>,
@@ -321,7 +323,7 @@ fn start(agent: &Arc<Agent>, to: SocketAddr, kind: Kind) -> Result<Arc<Session>,
     }
 }
 
-/// Returns `to` as a migration address.
+/// Returns `to` as the address type of the relay.
 fn tcp(to: SocketAddr) -> Address {
     Address::Tcp {
         host: to.ip().to_string(),

@@ -1,7 +1,7 @@
-//! Check of the redirect of a user's connections: a test connection must reach the agent, and is reset otherwise.
+//! Checks the redirect of a user's connections: the agent must accept a test connection; otherwise the kernel resets it.
 //!
-//! A thread with the user's id opens the socket. The mark of the socket makes the table keep the connection on this host, for
-//! any destination.
+//! A thread with the user's id opens the socket. The socket's mark makes the nftables table reset the connection if it would
+//! leave this host.
 
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -25,29 +25,29 @@ use crate::rules::{CHECK_MARK, TABLE, mark_with, rules};
 use crate::table;
 use crate::values::Prefix;
 
-/// Longest time for the agent to accept: it is on this host.
+/// Longest time for the agent on this host to accept a test connection.
 const ACCEPT: Duration = Duration::from_secs(5);
 
-/// RFC 5737: an address outside of this host's networks, reached through its gateway.
+/// Address outside of this host's networks, reached through its gateway (documentation range of RFC 5737).
 const ELSEWHERE: IpAddr = IpAddr::V4(Ipv4Addr::new(198, 51, 100, 1));
 
-/// Result of a check of the redirect.
+/// Result of a check for connections that bypass the agent.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct BypassReport {
-    /// Reasons why migrations do not reach the agent.
+    /// Reasons why migrations of this host do not reach the agent.
     pub problems: Vec<String>,
-    /// Parts that could not be checked, and the table's counts.
+    /// Checks that were not possible, and counts of packets that missed the redirect.
     pub notes: Vec<String>,
 }
 
-/// Result of an `agent check`, with its time.
+/// Result and time of the last `agent check`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct LastCheck {
-    /// Time of the check: RFC 3339.
+    /// Time of the check, as in RFC 3339.
     pub at: String,
-    /// Its result.
+    /// Result of the check.
     #[serde(flatten)]
     pub found: BypassReport,
 }
@@ -55,17 +55,17 @@ pub struct LastCheck {
 /// Result of a test connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
-    /// It reached the agent.
+    /// The agent accepted the connection.
     Redirected,
-    /// The kernel reset it.
+    /// The kernel reset the connection: it was not redirected.
     NotRedirected,
 }
 
-/// Checks for foreign rules that keep this host's migrations from the agent. With `has_agent` (an agent answers here), also
-/// makes a test connection as each user, which must be redirected.
+/// Checks that no foreign rules keep this host's migrations from reaching the agent. If an agent runs here (`has_agent`), also
+/// makes a test connection as each user: it must be redirected.
 ///
 /// # Errors
-/// The errors of nft.
+/// If nft fails, or none of the users exists on this host.
 pub fn check_redirect(config: &Config, has_agent: bool) -> Result<BypassReport, RulesError> {
     let mut found = BypassReport::default();
     let mut note = |text: String| found.notes.push(text);
@@ -127,12 +127,12 @@ fn prove(config: &Config, users: &[u32], found: &mut BypassReport) {
     }
 }
 
-/// Connects as `user` to `to`. No packet leaves this host while the agent's table is installed.
+/// Makes a test connection to `to` as `user`. No packet leaves this host while the agent's table is installed.
 ///
 /// # Errors
 /// The system's error if no connection could be tried: it needs root.
 fn connect(user: RawUid, to: SocketAddr) -> io::Result<Outcome> {
-    // Only this thread changes its user, and it ends afterwards.
+    // `setuid` for this thread only, which ends after it has opened the socket.
     let opened = thread::spawn(move || {
         set_thread_uid(Uid::from_raw(user))?;
         open(to)
@@ -157,8 +157,8 @@ fn open(to: SocketAddr) -> io::Result<OwnedFd> {
     Ok(socket_with(family, SocketType::STREAM, flags, None)?)
 }
 
-/// Returns destinations for the test: the first and last of `ports`, at one redirected address with a route for each family.
-/// The addresses need not be in use.
+/// Returns the destinations of test connections. For IPv4 and IPv6, each with one address: the first and the last of `ports`.
+/// Chooses addresses that are redirected, and to which this host has a route; no host need have them.
 ///
 /// # Errors
 /// If the interfaces cannot be listed.
@@ -205,7 +205,7 @@ fn own_networks() -> io::Result<Vec<(IpAddr, IpAddr)>> {
         .collect())
 }
 
-/// Returns another possible host address in the network of `address`.
+/// Returns another address that a host in the network of `address` may have; `None` if the network has none, or is link-local.
 fn neighbour_address(address: IpAddr, mask: IpAddr) -> Option<IpAddr> {
     let others = |address: u128, mask: u128, width: u32| {
         let all = u128::MAX >> (128 - width);

@@ -1,26 +1,38 @@
 //! The rules of the agent's own nftables table, which redirects this host's migrations to the agent. No other table is changed.
 //!
-//! The agent's own connections must pass. Those to agents use a port that is not redirected, and those to this host's QEMUs use
-//! loopback. The rest, to a host without an agent, carry a mark. Unlike the user, the mark distinguishes the agent from a
-//! libvirtd that also runs as root. Unlike a control group, it needs no mount. Setting it needs CAP_NET_ADMIN, as nft does. The
-//! rules read the mark of the socket, since foreign rules may change the packet's.
+//! The agent's own connections must not be redirected:
 //!
-//! The agent's port also carries the mark. The port is unprivileged, and the table outlives a killed agent. Connections to
-//! another process on the port are reset, since only a privileged process can mark a socket.
+//! - Connections to other agents use a port that is not redirected.
+//! - Connections to this host's QEMUs use loopback.
+//! - Connections to a host without an agent carry a mark on the socket.
 //!
-//! A redirect is NAT. It misses a connection that is untracked, that another rule has translated before, or that is older than
-//! the table. So more chains check outgoing packets after all others. With plaintext refused, an output chain resets such
-//! connections, and a postrouting chain drops packets that were changed after the output chain. Neither exempts the mark: the
-//! agent has no connections to hosts without an agent then. With plaintext allowed, the output chain only counts the packets.
+//! A user id instead of the mark would not distinguish the agent from a libvirtd that also runs as root. A control group would
+//! need a mount. Setting the mark needs CAP_NET_ADMIN, as nft does. The rules read the mark of the socket, since foreign rules
+//! may change the mark of the packet.
 //!
-//! The chains identify a user's connection to a migration port by its conntrack entry. Without an entry, or if the other side
-//! sent the entry's first packet, they check whether the packet begins a connection, or comes from a local port of the kernel's
-//! choice. Answers of a server to a client whose port is one of `ports` must pass.
+//! The agent's redirect port carries the same mark. The port is unprivileged, and the table outlives a killed agent. If another
+//! process then listens on the port, its connections are reset: only a privileged process can mark a socket.
 //!
-//! A closed socket has no user any more, but the kernel still sends its queue: pages, when QEMU closes all channels after a
-//! reset of the first. So the output chain also checks two kinds of packets without a user: untracked ones, and those to an
-//! address to which a user's packet was refused. Packets of other programs pass: the table's NAT chain makes the kernel track
-//! them. The postrouting chain does not check packets without a user: forwarded packets have none either.
+//! A redirect is network address translation (NAT). It misses three kinds of connections:
+//!
+//! - connections that conntrack does not track
+//! - connections that another rule has translated before
+//! - connections older than the table
+//!
+//! So further chains check outgoing packets after all other chains. With plaintext refused, an output chain resets connections
+//! that missed the redirect. A postrouting chain drops packets that foreign rules changed after the output chain. Neither chain
+//! exempts marked connections, since the agent then makes no connections to hosts without an agent. With plaintext allowed, the
+//! output chain only counts the packets.
+//!
+//! These chains find connections to migration ports by their conntrack entries. If a packet has no entry, or if the other side
+//! opened the connection, the chains check the packet instead. A packet is caught if it begins a connection, or if it comes
+//! from a local port that the kernel chose. The answers of a server must pass, even if the client's port is a migration port.
+//!
+//! A closed socket has no user, but the kernel still sends the queued bytes. This happens when QEMU closes all channels after
+//! the reset of one: the bytes are guest pages. So the output chain also checks two kinds of packets without a user: untracked
+//! packets, and packets to an address to which a user's packet was refused before. Packets of other programs pass, since the
+//! table's NAT chain makes the kernel track them. The postrouting chain does not check packets without a user: forwarded
+//! packets have no user either.
 
 use std::fmt::Write as _;
 use std::os::fd::AsFd;
@@ -32,49 +44,50 @@ use crate::config::{Config, Plaintext};
 use crate::error::RulesError;
 use crate::values::{Ports, Prefix};
 
-/// Name of the table.
+/// Name of the agent's nftables table.
 pub const TABLE: &str = "hotlift_agent";
 
-/// Mark of connections that pass, and of the port that the others are redirected to: "HL".
+/// Mark of connections that are not redirected, and of the port to which the other connections are redirected: "HL".
 pub const MARK: u32 = 0x484c;
 
-/// Mark of a connection of `hotlift agent check`, which never leaves the host: "HM".
+/// Mark of a test connection of `hotlift agent check`, which the rules keep on this host: "HM".
 pub const CHECK_MARK: u32 = 0x484d;
 
-/// Names of the sets that count packets that missed the redirect, by IPv4 and IPv6 address.
+/// Names of the sets (IPv4, IPv6) in which the table counts packets that missed the redirect, by destination address.
 pub const COUNTED: [&str; 2] = ["plaintext4", "plaintext6"];
 
-/// nfnetlink_log group that reports them: the value of the mark, which other programs are unlikely to use.
+/// Group of nfnetlink_log in which the kernel reports packets that missed the redirect. The value is that of [`MARK`], which
+/// other programs are unlikely to use.
 pub const LOG_GROUP: u16 = 0x484c;
 
-/// Priority after all foreign chains; at `i32::MAX` conntrack confirms.
+/// Priority of the last chains: after all foreign chains, but before `i32::MAX`, where conntrack confirms connections.
 const LAST_PRIORITY: i32 = i32::MAX - 1;
 
-/// Size of each set: more destinations than a host migrates to.
+/// Maximum of addresses in each set: more destinations than a host migrates to.
 const MAX_COUNTED: u16 = 1024;
 
-/// First local port that the kernel assigns to a connection: Documentation/networking/ip-sysctl.rst, ip_local_port_range.
+/// First local port that the kernel assigns to a connection (`ip_local_port_range` in Documentation/networking/ip-sysctl.rst).
 const LOCAL_PORTS: u16 = 32768;
 
-/// User number that means none to the kernel (setreuid(2)). Packets without a user must not reach `socket mark` at output:
-/// kernels before 5.18 look up their socket by a missing interface.
+/// User id that the kernel uses for "no user" (setreuid(2)). Rules with `socket mark` must not see such packets in the output
+/// chain: kernels before 5.18 would search for their socket with a null interface.
 const NO_USER: u32 = u32::MAX;
 
-/// Input of nft.
+/// The rules as input of nft, and the users whom they concern.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rules {
-    /// Script for `nft -f -`; it replaces an existing table atomically.
+    /// Script for `nft -f -`, which replaces an existing table atomically.
     pub text: String,
-    /// Numbers of the `users` that exist on this host.
+    /// Ids of the configured `users` that exist on this host.
     pub users: Vec<u32>,
-    /// The `users` that do not exist on this host.
+    /// Names of the configured `users` that do not exist on this host.
     pub passed_over: Vec<String>,
 }
 
-/// Returns the rules for `config`.
+/// Returns the nftables rules for `config`.
 ///
 /// # Errors
-/// If none of the users exists here, or `id` cannot be run.
+/// If none of the configured users exists on this host, or `id` cannot be run.
 pub fn rules(config: &Config) -> Result<Rules, RulesError> {
     let (mut users, mut passed_over) = (Vec::new(), Vec::new());
     for user in &config.users {
@@ -171,7 +184,8 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
     })
 }
 
-/// Returns the rules of a chain that jumps to `then` for user connections that leave the host without a redirect.
+/// Returns the rules of a chain that jumps to the chain `then` for connections to migration ports that missed the redirect.
+/// Other packets return to the calling chain.
 fn past_the_redirect(ports: Ports, destinations: &[String], then: &str) -> String {
     let mut rules = String::new();
     for to_these in destinations {
@@ -193,7 +207,8 @@ fn past_the_redirect(ports: Ports, destinations: &[String], then: &str) -> Strin
     rules
 }
 
-/// Returns the match conditions for `prefixes`: one for each address family among them.
+/// Returns one match condition for IPv4 and one for IPv6; a family without an address in `prefixes` is omitted. Without
+/// prefixes, returns one empty condition.
 fn destinations(prefixes: &[Prefix]) -> Vec<String> {
     if prefixes.is_empty() {
         return vec![String::new()];
@@ -208,15 +223,15 @@ fn destinations(prefixes: &[Prefix]) -> Vec<String> {
     there.map(condition).collect()
 }
 
-/// Marks a socket with [`MARK`].
+/// Sets the mark [`MARK`] on a socket.
 ///
 /// # Errors
-/// Without `CAP_NET_ADMIN`.
+/// The system's error, without `CAP_NET_ADMIN`.
 pub fn mark(socket: &impl AsFd) -> std::io::Result<()> {
     mark_with(socket, MARK)
 }
 
-/// Marks a socket with `mark`.
+/// Sets the mark `mark` on a socket.
 ///
 /// # Errors
 /// As for [`mark`].
@@ -224,7 +239,7 @@ pub(crate) fn mark_with(socket: &impl AsFd, mark: u32) -> std::io::Result<()> {
     Ok(setsockopt(socket, sockopt::Mark, &mark)?)
 }
 
-/// Returns the number of a user; `None` if it does not exist on this host.
+/// Returns the id of a user; `None` if the user does not exist on this host.
 ///
 /// # Errors
 /// If `id` cannot be run.
@@ -232,7 +247,7 @@ fn user_id(user: &str) -> Result<Option<u32>, RulesError> {
     if let Ok(id) = user.parse() {
         return Ok(Some(id));
     }
-    // `id` uses the user databases that the host is configured for.
+    // `id` reads all user databases that the host is configured for.
     let output = Command::new("id").args(["-u", "--", user]).output();
     let output = output.map_err(|source| RulesError::Run {
         tool: "id",

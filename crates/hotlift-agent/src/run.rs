@@ -1,4 +1,4 @@
-//! The life of an agent, from its start to its end.
+//! Runs an agent, from its start to its end.
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -28,26 +28,26 @@ use crate::rules::rules;
 use crate::table::{self, Changes, Table};
 use crate::{budget, drain, http, names, notify, peer_port, redirect, table_watch};
 
-/// Longest time for cancelled sessions to end when the agent ends.
+/// Longest wait for the end of cancelled sessions when the agent ends.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Configuration and certificates of an agent that can start.
+/// Result of the checks of an agent's configuration and certificates.
 #[derive(Debug)]
 pub struct Checked {
     /// The configuration.
     pub config: Config,
-    /// Warnings about certificates that work, but need attention.
+    /// Warnings about certificates: they work, but need attention.
     pub warnings: Vec<String>,
     /// Certificate problems that make a handshake with another agent fail.
     pub problems: Vec<String>,
-    /// The folder of the certificates.
+    /// Folder of the certificates.
     pub folder: PathBuf,
 }
 
-/// Reads the configuration in `file` and the certificates, and verifies the certificates as in a handshake.
+/// Checks the configuration in `file`, and its certificates as in a handshake. Starts no agent.
 ///
 /// # Errors
-/// [`AgentError`] if the agent would not start.
+/// [`AgentError`] if an agent could not start with this configuration.
 pub fn check(file: &Path) -> Result<Checked, AgentError> {
     let config = Config::read(file)?;
     if config.redirect {
@@ -69,10 +69,10 @@ pub fn check(file: &Path) -> Result<Checked, AgentError> {
     })
 }
 
-/// Runs the agent with the configuration in `file` until a signal ends it. `redirect` is false to leave nftables unchanged.
+/// Runs the agent with the configuration in `file` until a signal ends it. If `redirect` is false, nftables stays unchanged.
 ///
 /// # Errors
-/// [`AgentError`] if the agent cannot start, or must end early.
+/// [`AgentError`] if the agent cannot start, or if a critical thread ends early.
 pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     let config = Config::read(file).inspect_err(|error| {
         // Without a configuration file, this host is not set up for the agent.
@@ -87,7 +87,7 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     let signals = Signals::new([SIGHUP, SIGINT, SIGTERM]);
     let mut signals = signals.map_err(AgentError::system("signal handlers"))?;
     let log = Log::new(config.log);
-    // First, before steps that can fail: with plaintext = "refuse", migrations must fail even if the agent does not start.
+    // Before all other steps that can fail: with plaintext = "refuse", migrations must fail even if the agent does not start.
     let (changes, table) = match config.redirect && redirect {
         true => (Some(Changes::listen()?), Some(Table::new(&config, &log)?)),
         false => (None, None),
@@ -149,14 +149,14 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     })();
     agent.end();
     let joined = parts.join();
-    // Removes the table before the port that it redirects to.
+    // Removes the table before the port to which the table redirects connections.
     drop(agent.table().take());
     drop(redirected);
     log.write(LogLevel::Info, "ended");
     served.and(joined)
 }
 
-/// Divides the budget four times a second while sessions share it, until the agent ends.
+/// Divides the bandwidth and cores four times a second, as long as sessions share them. Returns when the agent ends.
 fn share(agent: &Agent) {
     agent.share();
     while agent.sessions.wait_for_sharers() && !agent.has_ended() {
@@ -165,7 +165,7 @@ fn share(agent: &Agent) {
     }
 }
 
-/// Handles signals until the agent must end and all sessions have ended or are cancelled.
+/// Handles signals until the agent ends. Then waits until all sessions have ended or are cancelled.
 fn run_until_signal(agent: &Arc<Agent>, signals: &mut Signals) {
     for number in signals.forever() {
         if number == SIGHUP {
@@ -176,7 +176,7 @@ fn run_until_signal(agent: &Arc<Agent>, signals: &mut Signals) {
     }
     agent.sessions.end();
     let limit = agent.config().drain_limit.0;
-    // Once for cancelled sessions, and once for the end of the threads and of the table.
+    // One timeout for the cancelled sessions, and one for the end of the threads and the removal of the table.
     notify::notify(&notify::stopping(limit.saturating_add(2 * CANCEL_TIMEOUT)));
     let count = agent.sessions.under_way().len();
     let text = format!(

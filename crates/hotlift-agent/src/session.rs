@@ -1,4 +1,4 @@
-//! One migration or tunnel of the agent: its subject, progress and limits.
+//! A session of the agent: one migration or one tunnel, with its progress and limits.
 
 use std::cell::OnceCell;
 use std::net::SocketAddr;
@@ -22,18 +22,18 @@ use crate::messages::{Id, Kind};
 use crate::snapshot::{Share, Snapshot, State};
 use crate::source_socket::Sockets;
 
-/// Direction of the guest's move.
+/// Direction of the guest's move, seen from this host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Direction {
-    /// Leaves this host.
+    /// The guest leaves this host.
     Outgoing,
-    /// Comes to this host.
+    /// The guest comes to this host.
     Incoming,
 }
 
 impl Direction {
-    /// Returns its name.
+    /// Returns the name of the direction, for logs and metrics.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -43,25 +43,25 @@ impl Direction {
     }
 }
 
-/// The fixed properties of a session.
+/// Properties of a session that never change.
 #[derive(Debug, Clone)]
 pub struct SessionInfo {
-    /// Id on both hosts.
+    /// Id of the session, the same on both hosts.
     pub id: Id,
-    /// Direction, seen from this host.
+    /// Direction of the guest's move, seen from this host.
     pub direction: Direction,
-    /// Kind of its connections.
+    /// Content of the connections: a migration, or other bytes (a tunnel).
     pub kind: Kind,
     /// Original destination of the source's connections.
     pub to: SocketAddr,
-    /// The other agent, or its expected address.
+    /// Host of the other agent, or its expected address.
     pub peer: String,
-    /// Certificate of the agent that announced it.
+    /// Certificate of the agent that announced the session; `None` for an outgoing session.
     pub announcer: Option<Identity>,
 }
 
 impl SessionInfo {
-    /// Returns true if the same host announced both.
+    /// Returns true if one host announced this session and `other`.
     #[must_use]
     pub fn is_of_one_announcer(&self, other: &Self) -> bool {
         match (&self.announcer, &other.announcer) {
@@ -71,7 +71,7 @@ impl SessionInfo {
         }
     }
 
-    /// Returns its prefix of log lines.
+    /// Returns the fixed part of each log line of the session, with `state`.
     #[must_use]
     pub fn line(&self, state: &str) -> String {
         let Self {
@@ -87,27 +87,27 @@ impl SessionInfo {
     }
 }
 
-/// A migration or a tunnel.
+/// A migration or a tunnel of the agent.
 pub struct Session {
-    /// Its fixed properties.
+    /// Properties of the session that never change.
     pub subject: SessionInfo,
     since: Instant,
-    /// Control of its relay.
+    /// Control of the session's relay: status, cancel, options.
     pub control: Control,
-    /// Sender of connections to it; none after the end, so that an ended session in the list holds no descriptor.
+    /// Passes connections to the session; `None` after the end: ended sessions are listed, and must keep no descriptor open.
     sender: Mutex<Option<ConnectionSender>>,
-    /// Token that its connections present at the destination.
+    /// Token at the start of the migration's connections; only incoming sessions have it.
     pub pass: Option<ConnectionToken>,
-    /// Rate limit of data that is carried without a relay, from its share.
+    /// Rate limit of data that no relay carries; set from the session's share.
     pub rate: SharedRate,
-    /// True once its connections are accepted on arrival.
+    /// True once the session accepts connections on arrival; before, they wait.
     is_open: AtomicBool,
     snapshot: Arc<Mutex<Snapshot>>,
     log: Log,
 }
 
 impl Session {
-    /// Creates a session that begins now.
+    /// Creates a session that starts now, with `weight` in the division of bandwidth and cores.
     #[must_use]
     pub fn new(
         subject: SessionInfo,
@@ -143,24 +143,24 @@ impl Session {
         }
     }
 
-    /// Returns a snapshot of its progress.
+    /// Returns a copy of the session's state and progress.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
         lock(&self.snapshot).clone()
     }
 
-    /// Sets the state of its relay.
+    /// Records a state of the session's relay.
     #[cfg(test)]
     pub fn follow(&self, status: Status) {
         lock(&self.snapshot).follow(status, Instant::now());
     }
 
-    /// Sets the compression method of its pages.
+    /// Sets the name of the compression method for the snapshot.
     pub fn has_method(&self, method: &'static str) {
         lock(&self.snapshot).method = method;
     }
 
-    /// Enters another state, and logs it.
+    /// Changes the state of the session, and logs the change.
     pub fn enter(&self, state: State) {
         if lock(&self.snapshot).enter(state) {
             self.log
@@ -168,13 +168,13 @@ impl Session {
         }
     }
 
-    /// Logs a line about it.
+    /// Logs `text` with the properties and the state of the session.
     pub fn log(&self, level: LogLevel, text: &str) {
         let line = self.subject.line(lock(&self.snapshot).state.name());
         self.log.write(level, &format!("{line} {text}"));
     }
 
-    /// Records a progress report of its relay, and logs a new kind of stall.
+    /// Records a progress report of the session's relay. Logs the begin and the end of a stall.
     pub fn note(&self, progress: &RelayProgress) {
         let stall = self.control.stall();
         let is_new = lock(&self.snapshot).note(progress, stall);
@@ -185,7 +185,8 @@ impl Session {
         }
     }
 
-    /// Sets its share of the host's `whole` bandwidth (0: unlimited), for its relay, or for data without a relay.
+    /// Applies `share` to the relay and to the rate limit of other data. `whole` is the host's total bandwidth in bytes a
+    /// second; 0 is unlimited. `options` are the relay's other options.
     pub fn set_share(&self, share: Share, whole: u64, options: &StreamOptions) {
         let Some(max_bandwidth) = lock(&self.snapshot).set_share(share, whole) else {
             return;
@@ -202,22 +203,22 @@ impl Session {
         self.control.change(&options);
     }
 
-    /// Sets the operator's bandwidth limit and weight.
+    /// Sets the operator's bandwidth limit (bytes a second; 0 is unlimited) and weight; `None` leaves a value unchanged.
     pub fn limit(&self, bandwidth: Option<u64>, weight: Option<u32>) {
         let mut snapshot = lock(&self.snapshot);
         snapshot.limit = bandwidth.unwrap_or(snapshot.limit);
         snapshot.weight = weight.unwrap_or(snapshot.weight);
     }
 
-    /// Returns true if it shares the host's budget: a migration that leaves the host, or a tunnel, which sends in both
-    /// directions.
+    /// Returns true if the session gets a share of the host's bandwidth. An incoming migration gets none; a tunnel always does,
+    /// since it sends in both directions.
     #[must_use]
     pub fn shares_budget(&self) -> bool {
         let subject = &self.subject;
         subject.direction == Direction::Outgoing || subject.kind == Kind::Tunnel
     }
 
-    /// Returns true if its guest is paused, which gives it priority.
+    /// Returns true if the guest is paused for the switchover: then the session has priority.
     #[must_use]
     pub fn is_urgent(&self) -> bool {
         matches!(
@@ -226,13 +227,13 @@ impl Session {
         )
     }
 
-    /// Returns true if its guest runs at the destination, and its source has pages that the destination lacks.
+    /// Returns true if the guest runs at the destination, but the source still has pages that the destination lacks.
     #[must_use]
     pub fn is_in_postcopy(&self) -> bool {
         lock(&self.snapshot).state.is_postcopy()
     }
 
-    /// Ends it, and writes its last log line.
+    /// Ends the session with `outcome`, and writes its last log line.
     pub fn end(&self, outcome: Result<Option<RelayReport>, String>) {
         lock(&self.sender).take();
         let level = match outcome {
@@ -246,17 +247,17 @@ impl Session {
         self.log.write(level, &format!("{line} {rest}"));
     }
 
-    /// Returns its duration up to `now`, or to its end.
+    /// Returns the time from the session's start to `now`, or to the session's end.
     #[must_use]
     pub fn age(&self, now: Instant) -> Duration {
         let so_far = || now.saturating_duration_since(self.since);
         lock(&self.snapshot).took.unwrap_or_else(so_far)
     }
 
-    /// Passes a connection to it.
+    /// Passes a connection to the session.
     ///
     /// # Errors
-    /// The connection, if it accepts no more.
+    /// The connection itself, if the session accepts no more connections.
     pub fn deliver(&self, one: Admitted) -> Result<(), Admitted> {
         match &*lock(&self.sender) {
             Some(sender) => sender.send(one),
@@ -264,19 +265,19 @@ impl Session {
         }
     }
 
-    /// Returns true if it accepts a connection.
+    /// Returns true if the session still accepts connections.
     #[must_use]
     pub fn takes(&self) -> bool {
         let sender = lock(&self.sender);
         sender.as_ref().is_some_and(ConnectionSender::takes)
     }
 
-    /// Marks its connections as accepted on arrival, from now on.
+    /// Marks the session as open: from now on it accepts each connection on arrival.
     pub fn open(&self) {
         self.is_open.store(true, Ordering::Release);
     }
 
-    /// Returns the number of connections that wait because none is accepted yet.
+    /// Returns the number of connections that wait until the session opens; 0 once it is open.
     #[must_use]
     pub fn held(&self) -> usize {
         match &*lock(&self.sender) {
@@ -285,7 +286,7 @@ impl Session {
         }
     }
 
-    /// Returns true if its source, on this host, closed its connections before anything was read from them.
+    /// Returns true if the source on this host closed all its connections before the session read any byte from them.
     #[must_use]
     pub fn is_deserted(&self) -> bool {
         let sockets = OnceCell::new();

@@ -1,4 +1,4 @@
-//! All migrations and tunnels of the agent: running ones, waiting ones, and totals.
+//! All sessions (migrations and tunnels) of the agent: running, waiting and ended ones, and their totals.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,24 +12,25 @@ use crate::session::{Direction, Session, SessionInfo};
 use crate::snapshot::State;
 use crate::totals::Totals;
 
-/// Number of ended sessions in the list.
+/// Number of ended migrations that are kept for queries.
 const REMEMBERED: usize = 32;
 
-/// Limit of concurrent outgoing sessions of this host's QEMUs: each needs a thread and some connections.
+/// Limit of concurrent outgoing sessions: each needs a thread and some connections.
 const OUTGOING: usize = 512;
 
 /// Limit of concurrent incoming sessions from all other hosts.
 const INCOMING: usize = 512;
 
-/// Limit of incoming sessions from one other host, so that it cannot use up the quota of the others: two for each port of
-/// libvirt's range, since disks are copied, too.
+/// Limit of incoming sessions from one other host: it keeps slots free for other hosts. The value allows two sessions for each
+/// of libvirt's migration ports, since disks are copied, too.
 const OF_ONE_HOST: usize = 128;
 
-/// Limit of connections from one host that wait for its agent's message about the source, which follows soon: those of two
-/// migrations with the maximum of channels.
+/// Limit of connections from one host that wait for the message `Source` of that host's agent, which follows soon. The value
+/// allows two migrations with the maximum of channels.
 const MAX_HELD: usize = 512;
 
-/// Interval at which a waiting migration checks its source: no event reports the end of a connection with unread bytes.
+/// Interval at which a waiting migration checks its source. Polling is necessary: no event reports the end of a connection with
+/// unread bytes.
 const POLL_INTERVAL: Duration = Duration::from_millis(250);
 
 /// All sessions of the agent.
@@ -42,7 +43,7 @@ pub struct Sessions {
 #[derive(Default)]
 struct SessionTable {
     under_way: Vec<Arc<Session>>,
-    /// The latest is last.
+    /// Ended migrations, oldest first.
     ended: VecDeque<Arc<Session>>,
     places: MigrationSlots,
     /// True if new sessions are refused.
@@ -50,16 +51,17 @@ struct SessionTable {
     totals: Totals,
 }
 
-/// The slots of concurrent migrations.
+/// Limits the number of migrations that run at the same time; the others wait in a queue.
 #[derive(Default)]
 struct MigrationSlots {
-    /// Queue of waiting migrations, first come, first served.
+    /// Waiting migrations, in order of arrival.
     queue: VecDeque<Id>,
     taken: u32,
 }
 
 impl MigrationSlots {
-    /// Takes one of `most` slots (0: unlimited) for the migration `id` if it is its turn; returns false if it must wait.
+    /// Takes a slot for the migration `id` if it is first in the queue and fewer than `most` slots are taken; 0 is unlimited.
+    /// Returns false if the migration must wait.
     fn take(&mut self, id: Id, most: u32) -> bool {
         let is_free = most == 0 || self.taken < most;
         let may = is_free && self.queue.front() == Some(&id);
@@ -76,7 +78,7 @@ impl MigrationSlots {
     }
 }
 
-/// A slot of a running migration; freed on drop.
+/// Slot of a running migration; the drop frees the slot.
 pub struct SlotGuard<'a>(&'a Sessions);
 
 impl Drop for SlotGuard<'_> {
@@ -86,8 +88,8 @@ impl Drop for SlotGuard<'_> {
     }
 }
 
-/// Checks that a session with `subject` may begin. Returns an error if new sessions are refused, the limit is reached, or its
-/// id is in use.
+/// Checks that a session with the properties `subject` may start; `under_way` are the running sessions. Returns an error if the
+/// agent is ending, a limit is reached, or the session's id is in use.
 fn may_begin<'s>(
     subject: &SessionInfo,
     under_way: impl Iterator<Item = &'s SessionInfo>,
@@ -104,7 +106,7 @@ fn may_begin<'s>(
         of_this_host += usize::from(other.is_of_one_announcer(subject));
         is_there |= other.id == subject.id;
     }
-    // A tunnel's connections arrive separately, with the same id.
+    // Each connection of a tunnel arrives as a session, with the same id.
     let is_another = is_there && subject.kind == Kind::Tunnel;
     if is_ending && !is_another {
         return Err(CarryError::Ending);
@@ -127,10 +129,10 @@ impl Sessions {
         lock(&self.all)
     }
 
-    /// Adds a session.
+    /// Adds a session to the running ones.
     ///
     /// # Errors
-    /// If new sessions are refused, the limit is reached, or its id is in use.
+    /// If the agent is ending, a limit of sessions is reached, or the session's id is in use.
     pub fn add(&self, session: &Arc<Session>) -> Result<(), CarryError> {
         let mut all = self.lock();
         let subjects = all.under_way.iter().map(|other| &other.subject);
@@ -140,7 +142,8 @@ impl Sessions {
         Ok(())
     }
 
-    /// Returns true if another connection of `session` may wait for its start.
+    /// Returns true if one more connection of `session` may wait until the session opens. The limit applies to all sessions of
+    /// the same host together.
     pub fn may_hold(&self, session: &Session) -> bool {
         let all = self.lock();
         let same = |other: &&Arc<Session>| other.subject.is_of_one_announcer(&session.subject);
@@ -148,7 +151,7 @@ impl Sessions {
         held.sum::<usize>() < MAX_HELD
     }
 
-    /// Removes an ended session.
+    /// Removes an ended session from the running ones, and adds it to the totals.
     pub fn remove(&self, session: &Arc<Session>) {
         let mut all = self.lock();
         all.under_way.retain(|other| !Arc::ptr_eq(other, session));
@@ -162,19 +165,19 @@ impl Sessions {
         self.changed.notify_all();
     }
 
-    /// Returns the running sessions.
+    /// Returns the running sessions, including those that wait for a slot.
     #[must_use]
     pub fn under_way(&self) -> Vec<Arc<Session>> {
         self.lock().under_way.clone()
     }
 
-    /// Returns the last ended sessions; the latest is last.
+    /// Returns the last ended migrations, oldest first.
     #[must_use]
     pub fn ended(&self) -> Vec<Arc<Session>> {
         self.lock().ended.iter().cloned().collect()
     }
 
-    /// Returns the running session that `fits`.
+    /// Returns the first running session for which `fits` returns true.
     pub fn find(&self, fits: impl Fn(&Session) -> bool) -> Option<Arc<Session>> {
         let all = self.lock();
         all.under_way.iter().find(|session| fits(session)).cloned()
@@ -186,21 +189,21 @@ impl Sessions {
         self.lock().totals.clone()
     }
 
-    /// Returns the totals of the ended sessions and the running sessions, consistent with each other.
+    /// Returns the totals of ended sessions, and the running sessions. No session is in both, or in neither.
     pub fn snapshot(&self) -> (Totals, Vec<Arc<Session>>) {
         let all = self.lock();
         (all.totals.clone(), all.under_way.clone())
     }
 
-    /// Counts an event outside of sessions.
+    /// Changes the totals for an event outside of sessions.
     pub fn count(&self, what: impl FnOnce(&mut Totals)) {
         what(&mut self.lock().totals);
     }
 
-    /// Waits for one of `most()` slots (0: unlimited); calls `most` again after each change.
+    /// Waits until fewer than `most()` migrations run (0: unlimited), and takes a slot. Calls `most` again after each change.
     ///
     /// # Errors
-    /// If the agent is ending, or the migration was cancelled, here or at its source, during the wait.
+    /// [`CarryError`] if the agent is ending, if the migration was cancelled, or if its source closed all connections.
     pub fn wait_for_slot(
         &self,
         session: &Session,
@@ -215,8 +218,8 @@ impl Sessions {
             } else if all.is_ending {
                 Some(Err(CarryError::Ending))
             } else if all.places.take(id, most()) {
-                // Checked before `is_deserted`: without a return path, QEMU closes its connections once the kernel has its last
-                // byte, and a small VM fits into the buffers of a socket.
+                // A free slot has precedence over `is_deserted`. Without a return path, QEMU closes its connections once the
+                // kernel has the last byte, and a small VM fits into the socket buffers.
                 Some(Ok(SlotGuard(self)))
             } else if session.is_deserted() {
                 Some(Err(CarryError::Deserted))
@@ -234,26 +237,26 @@ impl Sessions {
         }
     }
 
-    /// Refuses new sessions from now on.
+    /// Refuses new sessions from now on, since the agent is ending.
     pub fn end(&self) {
         self.lock().is_ending = true;
         self.changed.notify_all();
     }
 
-    /// Returns true if new sessions are refused.
+    /// Returns true if the agent is ending, and refuses new sessions.
     #[must_use]
     pub fn is_ending(&self) -> bool {
         self.lock().is_ending
     }
 
-    /// Wakes waiting migrations, after a change of a limit or of a migration.
+    /// Wakes the threads in [`Self::wait_for_slot`]: a limit or a migration has changed.
     pub fn wake(&self) {
-        // Takes the lock of their check, so that none misses the wake-up.
+        // Holds the lock under which these threads check the change, so that no thread misses the wake-up.
         let _all = self.lock();
         self.changed.notify_all();
     }
 
-    /// Waits until `condition` holds for the running sessions, for up to `time`; returns true if it does.
+    /// Waits for at most `time` until `condition` is true for the running sessions; returns true if it is.
     pub fn wait_until(&self, time: Duration, condition: impl Fn(&[Arc<Session>]) -> bool) -> bool {
         let all = self.lock();
         let is_not = |all: &mut SessionTable| !condition(&all.under_way);
@@ -262,7 +265,7 @@ impl Sessions {
         condition(&all.under_way)
     }
 
-    /// Waits until a session shares the budget; returns false once new sessions are refused and none shares it.
+    /// Waits until a session shares the bandwidth. Returns false once the agent is ending and no session shares it.
     pub fn wait_for_sharers(&self) -> bool {
         let mut all = self.lock();
         loop {
@@ -334,7 +337,7 @@ mod tests {
                         places.queue.push_back(Id(id));
                         waits.push_back(Id(id));
                     }
-                    // Any of them may check at any time.
+                    // Any waiting migration may check at any time.
                     3..6 if !waits.is_empty() => {
                         let checked = waits[rng.usize(0..waits.len())];
                         let before = places.taken;
@@ -345,7 +348,7 @@ mod tests {
                             waits.pop_front();
                         }
                     }
-                    // A waiting migration is cancelled.
+                    // A cancel of a waiting migration.
                     6 if !waits.is_empty() => {
                         let left = waits.remove(rng.usize(0..waits.len())).unwrap();
                         places.leave(left);
@@ -355,7 +358,7 @@ mod tests {
                     _ => places.taken = places.taken.saturating_sub(1),
                 }
             }
-            // Each of them gets its turn.
+            // Each remaining migration gets a slot.
             most = 1;
             places.taken = 0;
             while let Some(next) = waits.pop_front() {
@@ -416,7 +419,7 @@ mod tests {
             to: source.peer_addr().unwrap(),
             ..subject(2, Direction::Outgoing, Kind::Migration)
         });
-        // The FIN queues after unread bytes.
+        // The kernel queues the FIN after unread bytes.
         fill(&source);
         second.deliver(stream).unwrap();
         std::thread::scope(|scope| {
@@ -424,7 +427,7 @@ mod tests {
             until("it waits", || second.snapshot().state == State::Waiting);
             drop(source);
             becomes(|| waits.is_finished());
-            // Ends a session that misses the close.
+            // Without this cancel, the test would not end if the session missed the close.
             second.control.cancel();
             sessions.wake();
             let error = waits.join().unwrap();

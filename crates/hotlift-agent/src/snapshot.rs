@@ -1,4 +1,4 @@
-//! Lifecycle of one migration or tunnel from events and their times: state, downtime, share. No I/O, no clock.
+//! State, downtime and share of one session (migration or tunnel), computed from events and their times. No I/O, no clock.
 
 use std::time::{Duration, Instant};
 
@@ -7,20 +7,21 @@ use hotlift::progress::{Stall, StallKind};
 use hotlift::relay::{RelayProgress, RelayReport};
 use serde::Serialize;
 
-/// State of a session: the agent's own, or QEMU's. A new one is in `none`; an ended one stays in its last state.
+/// State of a session: one of the agent's own states, or a state of QEMU. A new session is in `none`; an ended one keeps its
+/// last state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// Waits for its turn.
+    /// The migration waits for a slot: too many others are running.
     Waiting,
-    /// Connects to the other agent, or waits for the source.
+    /// The agent connects to the other agent, or waits for the source.
     Connecting,
-    /// Carried unencrypted, without an agent at the destination.
+    /// The data goes unencrypted to a host without an agent.
     PassedThrough,
-    /// The relay's state; a tunnel is active.
+    /// State of the relay; a running tunnel is `active`.
     Of(Status),
 }
 
-/// Final states of sessions.
+/// States in which a session has ended.
 pub const ENDS: [Status; 3] = [Status::Completed, Status::Failed, Status::Cancelled];
 
 impl Default for State {
@@ -30,7 +31,7 @@ impl Default for State {
 }
 
 impl State {
-    /// Returns its name.
+    /// Returns the name of the state, for logs and metrics.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -41,7 +42,7 @@ impl State {
         }
     }
 
-    /// Returns all states but the final ones.
+    /// Returns all states of a session that has not ended.
     pub fn under_way() -> impl Iterator<Item = Self> {
         let own = [Self::Waiting, Self::Connecting, Self::PassedThrough];
         let all = own.into_iter().chain(Status::ALL.map(Self::Of));
@@ -52,7 +53,7 @@ impl State {
         matches!(self, Self::Of(status) if ENDS.contains(&status))
     }
 
-    /// Returns true if the guest runs at the destination, and its source has pages that the destination lacks.
+    /// Returns true if the guest runs at the destination, but the source still has pages that the destination lacks.
     #[must_use]
     pub fn is_postcopy(self) -> bool {
         let postcopy = [Status::PostcopyActive, Status::PostcopyRecover];
@@ -60,50 +61,51 @@ impl State {
     }
 }
 
-/// Limits of a migration on the host; 0 is unlimited.
+/// A session's share of the host's bandwidth and cores; 0 is unlimited.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Share {
-    /// Bytes a second.
+    /// Bandwidth, in bytes a second.
     pub bandwidth: u64,
-    /// Thousandths of a core.
+    /// CPU time, in thousandths of a core.
     pub cpu: u32,
 }
 
-/// Snapshot of a session's progress.
+/// State and progress of a session at one time.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
     /// Its state.
     pub state: State,
-    /// The relay's last report.
+    /// Last progress report of the relay.
     pub progress: RelayProgress,
-    /// Kind of the stall at the last report.
+    /// Kind of the stall in the last progress report; `None` if nothing stalls.
     pub(crate) stall: Option<StallKind>,
-    /// Bytes a second between the last two reports.
+    /// Rate between the last two progress reports, in bytes a second.
     pub rate: f64,
-    /// Weight for the shares.
+    /// Weight in the division of bandwidth and cores.
     pub weight: u32,
-    /// The operator's limit in bytes a second; 0 for none.
+    /// Limit set by the operator, in bytes a second; 0 for none.
     pub limit: u64,
-    /// Current share.
+    /// Current share of the host's bandwidth and cores.
     pub share: Share,
-    /// Compression method; "auto" if each packet has its own, empty before it is known.
+    /// Compression method of the pages. "auto" if each packet has its own method; empty before the method is known.
     pub method: &'static str,
-    /// Time of the guest's pause, until it runs.
+    /// Time at which the guest was paused; `None` while the guest runs.
     pub(crate) stopped: Option<Instant>,
-    /// Pause of the guest, once it runs at the destination: from the first device state that the relay saw until the other
-    /// side's statement or, in postcopy, until that side has all that the guest needs to run.
+    /// Length of the guest's pause; `None` until the guest runs at the destination. The pause starts when the relay sees the
+    /// first device state. It ends with the other side's statement or, in postcopy, when that side has all that the guest needs
+    /// to run.
     pub downtime: Option<Duration>,
-    /// Duration, once it has ended.
+    /// Duration of the session; `None` before its end.
     pub took: Option<Duration>,
-    /// Reason of its failure.
+    /// Error of a failed session; `None` otherwise.
     pub error: Option<String>,
-    /// Final report.
+    /// Final report of the relay; `None` before the end, after a failure, or without a relay.
     pub report: Option<Box<RelayReport>>,
 }
 
 impl Snapshot {
-    /// Enters `state`; returns true if it changed. A final state never changes.
+    /// Changes the state to `state`; returns true if this is a change. A final state never changes.
     pub fn enter(&mut self, state: State) -> bool {
         let is_new = self.state != state && !self.state.is_end();
         if is_new {
@@ -112,7 +114,7 @@ impl Snapshot {
         is_new
     }
 
-    /// Records the state of its relay at `now`; returns true if the session's state changed.
+    /// Records the relay's state `status` at `now`, and the guest's pause. Returns true if the session's state changed.
     pub fn follow(&mut self, status: Status, now: Instant) -> bool {
         match status {
             Status::PreSwitchover | Status::Device => {
@@ -125,18 +127,18 @@ impl Snapshot {
             }
             _ => self.stopped = None,
         }
-        // The relay's end is entered with its report, in `end`.
+        // Final states are set in `end`, together with the relay's report.
         let state = State::Of(status);
         state != State::default() && !state.is_end() && self.enter(state)
     }
 
-    /// Takes a progress report and the relay's stall; returns true if the kind of the stall changed.
+    /// Records a progress report and the relay's stall. Returns true if the kind of the stall changed.
     pub fn note(&mut self, progress: &RelayProgress, stall: Option<Stall>) -> bool {
         let time = progress.elapsed.saturating_sub(self.progress.elapsed);
         if !time.is_zero() {
             let before = self.progress.sent_bytes;
             let bytes = progress.sent_bytes.saturating_sub(before);
-            // The bytes of half a second are far below 2^53.
+            // The bytes of half a second are far below 2^53, so the conversion is exact.
             #[allow(clippy::cast_precision_loss)]
             let bytes = bytes as f64;
             self.rate = bytes / time.as_secs_f64();
@@ -146,8 +148,8 @@ impl Snapshot {
         std::mem::replace(&mut self.stall, kind) != kind
     }
 
-    /// Sets its share of the host's `whole` bandwidth (0: unlimited). Returns the relay's new limit in bytes a second; none if
-    /// the share is unchanged.
+    /// Sets the session's share. Returns the new rate limit of the session in bytes a second (0: unlimited), or `None` if the
+    /// share is unchanged. `whole` is the host's total bandwidth in bytes a second; 0 is unlimited.
     pub fn set_share(&mut self, share: Share, whole: u64) -> Option<u64> {
         if std::mem::replace(&mut self.share, share) == share {
             return None;
@@ -157,7 +159,7 @@ impl Snapshot {
         } else {
             self.limit
         };
-        // The rate limiter of all sessions enforces the whole. A session that waited for it must be able to catch up.
+        // The rate limiter of all sessions enforces the total. A session that waited for this limiter must be able to catch up.
         let room = if whole == 0 { 0 } else { share.bandwidth / 4 };
         Some(match share.bandwidth {
             0 => 0,
@@ -165,7 +167,7 @@ impl Snapshot {
         })
     }
 
-    /// Ends it after `took`. Returns the rest of its last log line.
+    /// Ends the session with `outcome` after the time `took`. Returns the end of the session's last log line.
     pub fn end(
         &mut self,
         outcome: Result<Option<RelayReport>, String>,
@@ -214,7 +216,7 @@ impl Snapshot {
         )
     }
 
-    /// Returns the guest's pause so far.
+    /// Returns how long the guest has been paused so far, or was paused.
     #[must_use]
     pub fn paused_time(&self, now: Instant) -> Duration {
         let stands = self.stopped.map(|at| now.saturating_duration_since(at));
@@ -319,7 +321,7 @@ mod tests {
         assert_eq!(snapshot.set_share(share(u64::MAX), 1), Some(110));
     }
 
-    /// Any order of events: a relay's thread may report one late.
+    /// Events in any order: a relay's thread may report an event late.
     #[test]
     fn a_final_state_stays_and_a_pause_is_no_longer_than_its_migration() {
         for seed in 0..10_000 {

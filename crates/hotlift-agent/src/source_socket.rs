@@ -1,7 +1,7 @@
-//! The source's end of a redirected connection, a socket of this host: detects that its QEMU has closed it.
+//! Detects that a QEMU on this host has closed its end of a redirected connection.
 //!
-//! A QEMU fills the buffers if its stream is not read. If it then aborts, its FIN queues after unread data, and the connection
-//! seems to be alive forever. The kernel knows the state, and reports it (sock_diag(7)).
+//! A QEMU fills the socket buffers if its stream is not read. If this QEMU then aborts, its FIN queues after the unread data,
+//! and the other end of the connection sees no close. But the kernel reports the state of the QEMU's socket (sock_diag(7)).
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -31,17 +31,17 @@ const INET6: u8 = 10;
 /// Size of `struct nlmsghdr`, in bytes.
 const HEAD: usize = 16;
 
-/// Size of the header and `struct inet_diag_req_v2`.
+/// Size of the netlink header and `struct inet_diag_req_v2`, in bytes.
 const LENGTH: u32 = 16 + 56;
 
-/// Size of the answer buffer, in bytes: without extensions an answer has fewer than 100.
+/// Size of the answer buffer, in bytes; an answer without extensions has fewer than 100.
 const ANSWER: usize = 4096;
 
-/// States of net/tcp_states.h in which a socket is closed or sends no more data: `FIN_WAIT1`, `FIN_WAIT2`, `TIME_WAIT`,
+/// TCP states of a socket that is closed or sends no more data (net/tcp_states.h): `FIN_WAIT1`, `FIN_WAIT2`, `TIME_WAIT`,
 /// `CLOSE`, `LAST_ACK` and `CLOSING`.
 const CLOSED: [u8; 6] = [4, 5, 6, 7, 9, 11];
 
-/// Netlink socket for queries about sockets of this host's network namespace.
+/// Netlink socket that returns the state of TCP sockets in this host's network namespace.
 pub struct Sockets(OwnedFd);
 
 impl Sockets {
@@ -56,8 +56,8 @@ impl Sockets {
         Ok(Self(socket))
     }
 
-    /// Returns true if the source's socket of `stream` is closed; `to` is its destination before the redirect. Returns false if
-    /// it does not exist: then `stream` itself shows the end.
+    /// Returns true if the source has closed its socket of the connection `stream`. `to` is the destination before the
+    /// redirect. Returns false if the kernel does not know the socket: then `stream` itself shows the close.
     #[must_use]
     pub fn has_closed(&self, stream: &Stream, to: SocketAddr) -> bool {
         let from = getpeername(stream).ok();
@@ -66,11 +66,11 @@ impl Sockets {
         state.is_some_and(|state| CLOSED.contains(&state))
     }
 
-    /// Returns the state of the socket at `local` that is connected to `remote`.
+    /// Returns the TCP state of the socket from `local` to `remote`; `None` if the kernel does not know it.
     fn state(&self, local: SocketAddr, remote: SocketAddr) -> io::Result<Option<u8>> {
         send(&self.0, &question(local, remote), SendFlags::empty())?;
         let mut answer = [0; ANSWER];
-        // The kernel has answered when `send` returns.
+        // When `send` returns, the kernel has queued its answer.
         let (_, length) = recv(&self.0, &mut answer, RecvFlags::DONTWAIT)?;
         let answer = &answer[..length.min(ANSWER)];
         let kind = answer.get(4..6) == Some(&BY_FAMILY.to_ne_bytes());
@@ -79,7 +79,7 @@ impl Sockets {
     }
 }
 
-/// Returns a netlink header and an `inet_diag_req_v2` for one socket.
+/// Returns a request for the state of one socket: a netlink header and `struct inet_diag_req_v2`.
 fn question(local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
     let family = match local {
         SocketAddr::V4(_) => INET,
@@ -89,7 +89,7 @@ fn question(local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
     bytes.extend(LENGTH.to_ne_bytes());
     bytes.extend(BY_FAMILY.to_ne_bytes());
     bytes.extend(REQUEST.to_ne_bytes());
-    // Sequence number and sender's port: there is only one query at a time.
+    // Sequence number and port id of the sender: not needed, since there is only one query at a time.
     bytes.extend([0; 8]);
     // No extensions; all states.
     bytes.extend([family, TCP, 0, 0]);
@@ -104,7 +104,7 @@ fn question(local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
     bytes
 }
 
-/// Returns an address in four 32-bit words.
+/// Returns an address as 16 bytes, zero-padded after an IPv4 address.
 fn padded(ip: IpAddr) -> [u8; 16] {
     match ip {
         IpAddr::V6(ip) => ip.octets(),

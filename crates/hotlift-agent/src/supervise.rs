@@ -1,4 +1,4 @@
-//! Supervision of a running relay, and the two agents' messages about it.
+//! Supervises a running relay, and exchanges messages about it with the other agent.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -13,21 +13,24 @@ use crate::error::CarryError;
 use crate::messages::Message;
 use crate::session::Session;
 
-/// Longest wait for the other agent's final message after this side's relay has ended.
+/// Longest wait for the other agent's final message after the relay on this host has ended.
 const FINAL_MESSAGE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Progress of a relay, shared with its supervisor.
+/// Progress of a relay that its supervisor must know.
 #[derive(Default)]
 pub struct Progress {
-    /// The source has connected and described its channels.
+    /// True once the source has connected, and its channels are known.
     pub has_begun: AtomicBool,
-    /// The guest may run at the destination.
+    /// True once the guest may run at the destination.
     pub is_committed: AtomicBool,
 }
 
 impl Progress {
-    /// Returns true if a relay of this age must be cancelled: if it has not begun within `timeout`; or, for a relay that
-    /// `follows` the other agent, if that agent has disconnected and the guest cannot run at the destination.
+    /// Returns true if a relay that has run for `age` must be cancelled:
+    ///
+    /// - It has not begun within `timeout`.
+    /// - Or it depends on the other agent (`follows`), this agent has disconnected (`is_there` is false), and the guest cannot
+    ///   run at the destination yet.
     fn must_end(
         &self,
         age: Duration,
@@ -38,7 +41,7 @@ impl Progress {
         is_late || follows && !is_there && !self.is_committed.load(Ordering::Acquire)
     }
 
-    /// Returns the time until [`Self::must_end`] must be checked again for a relay of this age, without other events.
+    /// Returns the time until [`Self::must_end`] must be called again if no event occurs. `age` is how long the relay has run.
     fn until_late(&self, age: Duration, timeout: Duration) -> Duration {
         match self.has_begun.load(Ordering::Acquire) || age > timeout {
             true => Duration::MAX,
@@ -47,7 +50,7 @@ impl Progress {
     }
 }
 
-/// Wakes the supervisor when a relay ends, also by a panic.
+/// Wakes the supervisor when the relay ends, also after a panic.
 struct RelayEndGuard<'a>(&'a AtomicBool, &'a Control);
 
 impl Drop for RelayEndGuard<'_> {
@@ -57,12 +60,14 @@ impl Drop for RelayEndGuard<'_> {
     }
 }
 
-/// Runs `relay`, receives the other agent's messages until the relay ends, and sends that agent the result. Cancels a relay
-/// that does not begin within the time in `limits`. If the flag in `limits` is true, also cancels an uncommitted relay when the
-/// other agent disconnects.
+/// Runs `relay` and receives the other agent's messages until the relay ends. Then sends the result to the other agent.
+/// `limits` are the conditions for a cancel:
+///
+/// - The time: the relay is cancelled if it has not begun within this time.
+/// - The flag: if true, a disconnect of the other agent also cancels the relay, unless the guest may run at the destination.
 ///
 /// # Errors
-/// The errors of the relay and of the other agent's relay.
+/// The errors of this relay and of the other agent's relay.
 pub fn relay(
     session: &Session,
     conversation: &mut Conversation,

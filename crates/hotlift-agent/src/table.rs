@@ -1,7 +1,7 @@
-//! The installed nftables table: created, watched, restored, removed.
+//! Creates, watches, restores and removes the agent's nftables table.
 //!
-//! Programs that load a host's complete ruleset begin with `flush ruleset`, which removes the table. The kernel reports such
-//! changes to a netlink group, so the table is not polled.
+//! Some programs load a host's complete ruleset, which begins with `flush ruleset` and so removes the agent's table. The kernel
+//! reports changes to a netlink group, so the agent need not poll the table.
 
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
@@ -19,24 +19,26 @@ use crate::log::Log;
 use crate::missed_packets::{self, MissedPackets, as_elements};
 use crate::rules::{Rules, TABLE, mark, rules};
 
-/// linux/netfilter/nfnetlink.h: NFNLGRP_NFTABLES, as a bit; groups count from 1.
+/// NFNLGRP_NFTABLES of linux/netfilter/nfnetlink.h, as a bit mask; groups count from 1.
 const GROUP: u32 = 1 << (7 - 1);
 
-/// Size of the receive buffer: the kernel gathers changes in two pages of memory, and sends a larger one in up to 64 KiB.
+/// Size of the receive buffer, in bytes. The kernel gathers changes in two pages of memory, and sends a larger change in up to
+/// 64 KiB.
 const ROOM: usize = 1 << 16;
 
-/// The table of an agent. Removed on drop, unless the configuration refuses plaintext: then it stays for the next agent.
+/// The agent's installed nftables table. The drop removes it, unless the configuration refuses plaintext: then the table stays
+/// for the next agent.
 #[derive(Debug)]
 pub struct Table {
     made: CreatedTable,
     log: Log,
 }
 
-/// The table as created.
+/// The nftables table, as the agent created it.
 #[derive(Debug)]
 struct CreatedTable {
     text: String,
-    /// nft's listing of the new table; `None` if it was already gone.
+    /// Listing of the new table by nft; `None` if another program had already removed the table.
     listed: Option<String>,
     plaintext: Plaintext,
 }
@@ -67,17 +69,17 @@ impl CreatedTable {
 }
 
 impl Table {
-    /// Creates the table for `config`, and replaces an existing one.
+    /// Creates the table for `config`; replaces an existing one.
     ///
     /// # Errors
-    /// The errors of nft; that the agent's own connections would be redirected.
+    /// [`RulesError`] if nft fails, no user exists, or the rules would redirect the agent's own connections.
     pub fn new(config: &Config, log: &Log) -> Result<Self, RulesError> {
         let made = CreatedTable::new(config, log)?;
         let log = log.clone();
         Ok(Self { made, log })
     }
 
-    /// Changes the table to `config`; after an error it is unchanged.
+    /// Replaces the table by one for `config`; after an error the old table stays.
     ///
     /// # Errors
     /// As for [`new`](Self::new).
@@ -86,7 +88,7 @@ impl Table {
         Ok(())
     }
 
-    /// Restores the table if it differs from the created one; returns true if it was restored.
+    /// Restores the table if another program changed or removed it; returns true if it was restored.
     pub(crate) fn restore(&mut self) -> Result<bool, RulesError> {
         let made = &mut self.made;
         if made.listed.is_some() && list()? == made.listed {
@@ -111,34 +113,35 @@ impl Drop for Table {
     }
 }
 
-/// Creates a table for an agent with an invalid configuration file if there is none and plaintext is refused: after a boot,
-/// migrations would leave unencrypted. `config` has the valid keys of the file.
+/// Creates the table for an agent that does not start because its configuration file is invalid. Otherwise migrations would
+/// leave this host unencrypted after a boot. Does nothing if a table exists, or if `config` allows plaintext. `config` has the
+/// valid keys of the file.
 ///
 /// # Errors
 /// As for [`Table::new`].
 pub fn refuse_all(config: &Config, log: &Log) -> Result<(), RulesError> {
     let is_refused = config.redirect && config.plaintext == Plaintext::Refuse;
     match is_refused && list()?.is_none() {
-        // The drop logs that the table stays.
+        // The drop leaves the table, and logs this.
         true => Table::new(config, log).map(drop),
         false => Ok(()),
     }
 }
 
-/// Removes the table, if there is one.
+/// Removes the agent's table if it exists.
 ///
 /// # Errors
-/// The errors of nft.
+/// [`RulesError`] if nft fails.
 pub fn remove() -> Result<(), RulesError> {
     make(&format!("table inet {TABLE}\ndelete table inet {TABLE}\n"))
 }
 
-/// Checks that a socket can be marked.
+/// Checks that this process may set a mark on a socket.
 fn try_mark() -> io::Result<()> {
     mark(&std::net::UdpSocket::bind("127.0.0.1:0")?)
 }
 
-/// Creates the table with the counts of the existing one, or without them if nft rejects them.
+/// Creates the table with the rules `text`. Keeps the counts of an existing table unless nft rejects them.
 fn make_counting(text: &str) -> Result<(), RulesError> {
     let elements = as_elements(&counts()?);
     let made = make(&format!("{text}{elements}"));
@@ -149,7 +152,7 @@ fn make_counting(text: &str) -> Result<(), RulesError> {
     }
 }
 
-/// Returns the table's counts of packets that missed the redirect; none without a table.
+/// Returns the table's counts of packets that missed the redirect; an empty list without a table.
 ///
 /// # Errors
 /// If nft cannot be run.
@@ -160,10 +163,10 @@ pub fn counts() -> Result<Vec<MissedPackets>, RulesError> {
     )))
 }
 
-/// Returns all rules of this host, as listed by nft in JSON.
+/// Returns all nftables rules of this host, as nft lists them in JSON.
 ///
 /// # Errors
-/// The errors of nft.
+/// [`RulesError`] if nft fails.
 pub fn ruleset() -> Result<String, RulesError> {
     output_of(&["-j", "-n", "list", "ruleset"], "")
 }
@@ -172,7 +175,7 @@ fn make(text: &str) -> Result<(), RulesError> {
     output_of(&["-f", "-"], text).map(drop)
 }
 
-/// Returns the output of a successful nft.
+/// Runs nft with `arguments` and the input `text`; returns its output, or an error if nft fails.
 fn output_of(arguments: &[&str], text: &str) -> Result<String, RulesError> {
     let output = nft(arguments, text)?;
     match output.status.success() {
@@ -183,7 +186,7 @@ fn output_of(arguments: &[&str], text: &str) -> Result<String, RulesError> {
     }
 }
 
-/// Returns nft's numeric listing of the table, without counters and set elements; `None` if there is no table.
+/// Returns nft's listing of the table, with numbers, but without counters and set elements; `None` if there is no table.
 fn list() -> Result<Option<String>, RulesError> {
     let output = nft(&["-n", "-s", "-t", "list", "table", "inet", TABLE], "")?;
     let listed = || String::from_utf8_lossy(&output.stdout).into_owned();
@@ -204,21 +207,21 @@ fn nft(arguments: &[&str], text: &str) -> Result<Output, RulesError> {
         .spawn()
         .map_err(run)?;
     if let Some(mut stdin) = nft.stdin.take() {
-        // If nft ends before it has read everything, its output has the reason.
+        // Write errors are ignored: if nft ends before it has read everything, its output has the reason.
         let _ = stdin.write_all(text.as_bytes());
     }
     nft.wait_with_output().map_err(run)
 }
 
-/// The kernel's reports of changes of this host's nftables.
+/// Netlink socket on which the kernel reports changes of this host's nftables.
 #[derive(Debug)]
 pub struct Changes(pub(crate) OwnedFd);
 
 impl Changes {
-    /// Starts listening.
+    /// Subscribes to the kernel's reports.
     ///
     /// # Errors
-    /// Without `CAP_NET_ADMIN`.
+    /// [`RulesError::Watch`] without `CAP_NET_ADMIN`.
     pub fn listen() -> Result<Self, RulesError> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (family, protocol) = (AddressFamily::NETLINK, Some(netlink::NETFILTER));
@@ -231,7 +234,7 @@ impl Changes {
             .map_err(|errno| RulesError::Watch(errno.into()))
     }
 
-    /// Discards all received reports; returns true if the agent's table may have changed.
+    /// Reads and discards all waiting reports; returns true if the agent's table may have changed.
     pub(crate) fn table_changed(&self) -> bool {
         let mut room = vec![0; ROOM];
         let mut concern = false;
@@ -250,7 +253,7 @@ impl Changes {
     }
 }
 
-/// Returns true if messages concern the agent's table: each contains the name of its table.
+/// Returns true if `messages` contain the name of the agent's table: each report names its table.
 fn names_table(messages: &[u8]) -> bool {
     let name = TABLE.as_bytes();
     messages.windows(name.len()).any(|part| part == name)

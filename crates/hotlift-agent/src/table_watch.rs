@@ -1,4 +1,4 @@
-//! Restores the nftables table after a foreign change, and logs connections that miss the redirect.
+//! Restores the nftables table after another program changes it, and logs packets that miss the redirect.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -10,30 +10,30 @@ use crate::config::{LogLevel, Plaintext};
 use crate::missed_packets::{LoggedMisses, MissReports, REPEAT_INTERVAL};
 use crate::table::{Changes, Table, counts};
 
-/// Shortest interval of restores, so that a conflict with another program does not keep the host busy.
+/// Shortest interval between two restores: it limits the CPU time lost in a conflict with another program.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Delay after a failed restore.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Times of the next log of missed packets and of the next restore. No I/O, no clock.
+/// Schedule of two tasks: to log the packets that missed the redirect, and to restore the table. No I/O, no clock.
 #[derive(Debug, Default)]
 struct Schedule {
     log: Option<Instant>,
     retry: Option<Instant>,
-    /// The table is not restored before this time.
+    /// Earliest time of the next restore.
     pause: Option<Instant>,
 }
 
 impl Schedule {
-    /// Returns the time until something is due.
+    /// Returns the time until the next task is due.
     fn wait(&self, now: Instant) -> Duration {
         let first = self.log.into_iter().chain(self.retry).min();
         first.map_or(Duration::MAX, |at| at.saturating_duration_since(now))
     }
 
-    /// Returns true if the log is due, and true if the restore is. `has_packets` makes the log due; a `changed` table schedules
-    /// a restore.
+    /// Returns two flags: the log is due, the restore is due. `has_packets` makes the log due immediately. `changed` (the table
+    /// changed) schedules a restore.
     fn due(&mut self, now: Instant, has_packets: bool, changed: bool) -> (bool, bool) {
         let is_due = |at: &mut Option<Instant>| at.take_if(|at| now >= *at).is_some();
         if changed {
@@ -42,14 +42,14 @@ impl Schedule {
         (has_packets | is_due(&mut self.log), is_due(&mut self.retry))
     }
 
-    /// Records an attempt to restore the table at `now`; `is_back` is true if it succeeded.
+    /// Records an attempt to restore the table at `now`. After a failure (`is_back` is false), schedules a retry.
     fn restored(&mut self, now: Instant, is_back: bool) {
         self.pause = Some(now + PAUSE);
         self.retry = (!is_back).then(|| now + RETRY);
     }
 }
 
-/// Restores the table after each foreign change, and logs connections that miss the redirect, until the agent ends.
+/// Runs until the agent ends: restores the table after another program changes it, and logs packets that miss the redirect.
 pub fn keep(agent: &Agent, changes: &Changes) {
     let packets = MissReports::listen().inspect_err(|error| {
         let text = format!(
@@ -62,7 +62,7 @@ pub fn keep(agent: &Agent, changes: &Changes) {
     let later = |waits: bool, now: Instant| waits.then(|| now + REPEAT_INTERVAL);
     let now = Instant::now();
     let mut schedule = Schedule {
-        // The counts may be from a time without a running agent.
+        // The table may have counted packets while no agent was running.
         log: later(log_past(agent, &mut logged, now), now),
         ..Schedule::default()
     };
@@ -74,7 +74,7 @@ pub fn keep(agent: &Agent, changes: &Changes) {
         let has_packets = packets.as_ref().is_some_and(MissReports::drain);
         let (logs, restores) = schedule.due(now, has_packets, changes.table_changed());
         if logs {
-            // The kernel limits the rate of its reports: packets after the last one may have none.
+            // The kernel limits the rate of its reports, so a later packet may cause none: the log is checked again.
             schedule.log = later(log_past(agent, &mut logged, now) || has_packets, now);
         }
         if !restores {
@@ -98,9 +98,9 @@ pub fn keep(agent: &Agent, changes: &Changes) {
     }
 }
 
-/// Logs the packets that missed the redirect since the last call. Returns true if further log lines wait for their time.
+/// Logs the packets that missed the redirect since the last log. Returns true if some must wait for the interval between lines.
 fn log_past(agent: &Agent, logged: &mut LoggedMisses, now: Instant) -> bool {
-    // Errors of nft are reported elsewhere.
+    // Errors of nft are ignored here: a failed restore reports them.
     let (new_counts, waits) = logged.due_for_log(counts().unwrap_or_default(), now);
     let plaintext = agent.config().plaintext;
     for count in new_counts {

@@ -1,4 +1,4 @@
-//! Counters of all sessions. They exist from the agent's start, and grow during each session.
+//! Counters over all sessions since the agent's start, for the metrics. They grow during each session.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use crate::snapshot::{ENDS, Snapshot, State};
 /// Both directions.
 pub const DIRECTIONS: [Direction; 2] = [Direction::Outgoing, Direction::Incoming];
 
-/// Names of a relay's threads, without numbers.
+/// Names of a relay's threads, without their numbers; label values of CPU time.
 const THREADS: [&str; 5] = [
     "relay/accept",
     "relay/main",
@@ -22,21 +22,21 @@ const THREADS: [&str; 5] = [
     "relay/send",
 ];
 
-/// Label of zero pages, which have no method.
+/// Label value of zero pages, which have no compression method.
 const ZERO: &str = "zero";
 
-/// Upper bounds of durations, in seconds: from an idle VM on a fast link to a large one on a slow link.
+/// Upper bounds of the duration histogram, in seconds: from an idle VM on a fast link to a large VM on a slow link.
 const DURATIONS: [f64; 11] = [
     1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0,
 ];
 
-/// Upper bounds of downtimes, in seconds, around QEMU's default limit of 0.3 s.
+/// Upper bounds of the downtime histogram, in seconds; finer around QEMU's default limit of 0.3 s.
 const DOWNTIMES: [f64; 10] = [0.01, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0];
 
-/// A count for each value of a label.
+/// One count for each value of a label.
 pub type Counts = BTreeMap<String, f64>;
 
-/// A histogram for each direction.
+/// One histogram for each direction.
 pub type Histograms = BTreeMap<&'static str, Histogram>;
 
 fn zeros<'a>(names: impl IntoIterator<Item = &'a str>) -> Counts {
@@ -51,7 +51,7 @@ fn add(counts: &mut Counts, name: &str, count: f64) {
     }
 }
 
-/// Converts a count to the number type of Prometheus.
+/// Converts a count to `f64`, the number type of Prometheus.
 #[allow(clippy::cast_precision_loss)]
 pub fn number(count: u64) -> f64 {
     count as f64
@@ -60,17 +60,17 @@ pub fn number(count: u64) -> f64 {
 /// Counters of ended sessions, and of events outside of sessions.
 #[derive(Debug, Clone)]
 pub struct Totals {
-    /// Migrations and tunnels, by direction, kind and outcome.
+    /// Number of ended sessions, by direction, kind and outcome.
     pub ended: BTreeMap<[&'static str; 3], u64>,
-    /// Bytes, pages and CPU time of these sessions.
+    /// Bytes, pages and CPU time of ended sessions.
     pub traffic: Traffic,
     /// Durations of completed migrations, in seconds.
     pub durations: Histograms,
-    /// Downtimes of completed migrations, in seconds, if known.
+    /// Downtimes of completed migrations, in seconds; migrations of unknown downtime are not counted.
     pub downtimes: Histograms,
-    /// Sum of these downtimes, by direction, in seconds.
+    /// Sum of the downtimes in `downtimes`, by direction, in seconds.
     pub downtime_seconds: Counts,
-    /// Number of these downtimes, by direction.
+    /// Number of the downtimes in `downtimes`, by direction.
     pub downtime_count: Counts,
     /// Refused connections and migrations.
     pub refusals: u64,
@@ -106,7 +106,7 @@ impl Default for Totals {
 }
 
 impl Totals {
-    /// Adds an ended session.
+    /// Adds an ended session to the totals.
     pub fn add(&mut self, session: &Session) {
         let snapshot = session.snapshot();
         let subject = &session.subject;
@@ -135,15 +135,15 @@ impl Totals {
 /// Bytes, pages and CPU time of sessions.
 #[derive(Debug, Clone)]
 pub struct Traffic {
-    /// Bytes sent to the other side, by direction.
+    /// Bytes sent to the other host, by direction of the session.
     pub sent_bytes: Counts,
-    /// Bytes received, by direction.
+    /// Bytes received from the other host, by direction of the session.
     pub received_bytes: Counts,
-    /// Pages with content by method, and "zero".
+    /// Number of pages, by compression method; zero pages have the label "zero".
     pub pages: Counts,
-    /// Barriers between rounds.
+    /// Number of barriers between precopy rounds.
     pub rounds: f64,
-    /// CPU time by thread name without numbers, in seconds.
+    /// CPU time of relay threads in seconds, by thread name without its number.
     pub cpu_seconds: Counts,
 }
 
@@ -162,7 +162,7 @@ impl Default for Traffic {
 }
 
 impl Traffic {
-    /// Adds a session, which may be running. Its counts never decrease: later reports have larger ones.
+    /// Adds the traffic of a session, also of a running one. A session's counts only grow from report to report.
     pub fn add(&mut self, session: &Session, snapshot: &Snapshot) {
         let direction = session.subject.direction.name();
         let (progress, report) = (&snapshot.progress, snapshot.report.as_ref());
@@ -175,7 +175,7 @@ impl Traffic {
         add(&mut self.received_bytes, direction, number(received));
         add(&mut self.pages, ZERO, number(zero));
         self.rounds += number(rounds);
-        // With method auto, each packet has its own.
+        // With method auto, each packet has its own method, so the report has counts by method.
         let methods = match report {
             Some(report) => report.methods.clone(),
             None => session.control.method_figures(),

@@ -1,4 +1,5 @@
-//! Byte streams that are not migrations, or go to a host without an agent: copied unchanged, connection by connection.
+//! Tunnels: copies each connection unchanged to the other host. For byte streams other than migrations, and for hosts without
+//! an agent.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -17,13 +18,13 @@ use crate::config::LogLevel;
 use crate::error::CarryError;
 use crate::session::Session;
 
-/// The remote end of a connection, and the bytes already read from it.
+/// Connection to the other host, and the bytes already read from it.
 pub type RemoteEnd = (Stream, Vec<u8>);
 
 /// Interval of progress reports.
 const REPORT: Duration = Duration::from_millis(500);
 
-/// Bytes so far, in both directions.
+/// Bytes that a session has carried so far.
 #[derive(Default)]
 struct Carried {
     /// Bytes to the other host.
@@ -43,16 +44,16 @@ impl Carried {
     }
 }
 
-/// Limits of a tunnel.
+/// Limits of the connections of a tunnel.
 pub struct Limits<'a> {
-    /// Rate limit of all bytes to the other hosts together.
+    /// Rate limiter for all bytes that the agent sends to other hosts.
     pub rate: &'a SharedRate,
-    /// Longest silence of an end of a connection; zero means the kernel's own limit.
+    /// Longest silence of either end of a connection; zero means the kernel's own limit.
     pub silence_timeout: Duration,
 }
 
 impl<'a> Limits<'a> {
-    /// Returns the limits of `agent`, from the configuration in force.
+    /// Returns the limits of `agent`'s current configuration.
     pub fn of(agent: &'a Agent) -> Self {
         Self {
             rate: &agent.shares.rate,
@@ -61,11 +62,11 @@ impl<'a> Limits<'a> {
     }
 }
 
-/// Carries each connection of `listener`, in order of arrival, to a remote end from `open`, until all have ended. Respects
-/// `limits` and the share of `session`.
+/// Accepts the connections of `listener`, and copies each to a connection that `open` makes. Returns when all have ended.
+/// Respects `limits` and the bandwidth share of `session`.
 ///
 /// # Errors
-/// The error of `open`; it also ends the running connections.
+/// The error of `open`, which also ends the running connections; a cancel; an error of the system.
 pub fn carry_all(
     session: &Session,
     listener: &Listener,
@@ -94,7 +95,7 @@ pub fn carry_all(
             }
             let next =
                 end_silent(session, &mut ends, now).map_or(report_at, |at| at.min(report_at));
-            // Read before the accept: the last connection wakes the thread after its decrement.
+            // Read before the accept: when a connection ends, its thread first decrements this count, then wakes this thread.
             let is_over = has_begun && live.load(Ordering::Acquire) == 0;
             let near = match listener
                 .accept(now)
@@ -102,7 +103,7 @@ pub fn carry_all(
             {
                 Err(error) => break Err(error),
                 Ok(Some(near)) => near.stream,
-                // Later connections begin another session.
+                // Connections that arrive later start another session.
                 Ok(None) if is_over => break Ok(()),
                 Ok(None) => {
                     let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
@@ -134,7 +135,7 @@ pub fn carry_all(
                     .name("agent/tunnel".to_owned())
                     .spawn_scoped(scope, move || {
                         let count = |of: &AtomicU64, bytes: &[u8]| {
-                            // A length fits u64.
+                            // The length of a slice always fits u64.
                             of.fetch_add(bytes.len() as u64, Ordering::Relaxed);
                         };
                         match back {
@@ -166,13 +167,14 @@ pub fn carry_all(
     outcome
 }
 
-/// A connection that is carried, as long as one direction is open.
+/// A connection with its other end; both close when neither direction is open any more.
 struct CarriedConnection {
     pair: std::sync::Weak<(Stream, Stream)>,
     liveness: Liveness,
 }
 
-/// Ends each connection whose other host is lost at `now`, and reports the longest stall. Returns the time of the next sample.
+/// Ends each connection whose other host is lost at `now`, and reports the longest stall to the session's control. Returns when
+/// to call this function again; `None` without connections.
 fn end_silent(
     session: &Session,
     ends: &mut Vec<CarriedConnection>,
@@ -215,12 +217,12 @@ mod tests {
     use crate::messages::Kind;
     use crate::session::Direction;
 
-    /// Long enough for bytes that are not rate-limited to arrive.
+    /// Time in which bytes without a rate limit certainly arrive.
     const ARRIVES: Duration = Duration::from_millis(300);
 
     #[test]
     fn a_tunnel_keeps_the_rates_and_counts_its_bytes() {
-        // The limit of all, then the limit of the tunnel.
+        // First the limit of all sessions, then the limit of the tunnel.
         for (whole, own) in [(1, 0), (0, 1)] {
             let rate = SharedRate::default();
             rate.set(whole);
@@ -245,7 +247,7 @@ mod tests {
                     };
                     carry_all(&session, &listener, &limits, &open)
                 });
-                // The first write takes its time from the next one.
+                // The first write delays only the next one, not itself.
                 source.write_all(&bytes).unwrap();
                 server.read_exact(&mut bytes).unwrap();
                 source.write_all(&bytes).unwrap();

@@ -1,4 +1,4 @@
-//! Values of the configuration, each parsed from a TOML string.
+//! Types of the configuration's values, each parsed from a TOML string.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -8,17 +8,17 @@ use std::time::Duration;
 use hotlift::options::parse_size;
 use serde::{Deserialize, Serialize};
 
-/// An invalid value, and the expected form.
+/// Error of an invalid value, with the expected form.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{got}' is not allowed: expected {expected}")]
 pub struct BadValue {
-    /// The text.
+    /// The invalid text.
     pub got: String,
     /// Expected form.
     pub expected: &'static str,
 }
 
-/// Implements the conversions from and to `String` that serde uses.
+/// Implements conversions from and to `String`, which serde uses.
 macro_rules! as_text {
     ($($name:ident),*) => {$(
         impl TryFrom<String> for $name {
@@ -46,17 +46,17 @@ fn bad(got: &str, expected: &'static str) -> BadValue {
     }
 }
 
-/// First unprivileged port. Other agents may request connections to migration ports, so these must not include a system
-/// service.
+/// First unprivileged port. Migration ports start here: other agents may request connections to them, so no system service may
+/// be among them.
 const FIRST_FREE_PORT: u16 = 1024;
 
 /// A range of TCP ports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Ports {
-    /// First port.
+    /// First port of the range.
     pub first: u16,
-    /// Last port.
+    /// Last port of the range; it belongs to the range.
     pub last: u16,
 }
 
@@ -88,12 +88,12 @@ impl fmt::Display for Ports {
     }
 }
 
-/// An address prefix.
+/// An address prefix: an IP address and a length, as in `192.0.2.0/24`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Prefix {
     address: IpAddr,
-    /// Length in bits.
+    /// Length of the prefix, in bits.
     bits: u8,
 }
 
@@ -111,13 +111,13 @@ impl Prefix {
         differ.leading_zeros() >= u32::from(self.bits)
     }
 
-    /// Returns true for IPv4.
+    /// Returns true for an IPv4 prefix.
     #[must_use]
     pub fn is_ipv4(&self) -> bool {
         self.address.is_ipv4()
     }
 
-    /// Returns an address in the prefix that may be a host's.
+    /// Returns an address in the prefix that a host may have.
     #[must_use]
     pub fn host(&self) -> IpAddr {
         match self.address {
@@ -131,7 +131,7 @@ impl Prefix {
         }
     }
 
-    /// Returns the length in bits; the longest matching prefix applies.
+    /// Returns the length of the prefix in bits; of all matching prefixes, the longest applies.
     #[must_use]
     pub fn length(&self) -> u8 {
         self.bits
@@ -167,7 +167,7 @@ impl fmt::Display for Prefix {
     }
 }
 
-/// Bytes a second; 0 is unlimited.
+/// A bandwidth in bytes a second; 0 is unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Bandwidth(pub u64);
@@ -187,7 +187,7 @@ impl fmt::Display for Bandwidth {
     }
 }
 
-/// A duration.
+/// A duration of the configuration, such as "30s".
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Time(pub Duration);
@@ -207,13 +207,13 @@ impl fmt::Display for Time {
     }
 }
 
-/// A host, with a port if it is not the default.
+/// A host, and a port if it is not the default.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct HostPort {
-    /// Name or address.
+    /// Name or address of the host.
     pub host: String,
-    /// `None` for the default port.
+    /// The port; `None` for the default.
     pub port: Option<u16>,
 }
 
@@ -231,7 +231,7 @@ impl FromStr for HostPort {
                 return Some((host, port));
             }
             match text.split_once(':') {
-                // An IPv6 address without brackets.
+                // An IPv6 address without brackets, so without a port.
                 Some((_, port)) if port.contains(':') => Some((text, None)),
                 Some((host, port)) => Some((host, Some(port.parse().ok()?))),
                 None => Some((text, None)),
