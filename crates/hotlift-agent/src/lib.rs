@@ -11,7 +11,7 @@
 //! | `config`, `values` | the configuration file: every key is a field |
 //! | `rules`, `table`, `table_watch` | the nftables rules; the installed table; its repair after another program changes it |
 //! | `dial` | connections that the table does not redirect; the original destination of a redirected connection |
-//! | `missed_packets`, `bypass`, `redirect_check` | packets that missed the redirect; foreign rules as its cause; a redirect test |
+//! | `missed_packets`, `bypass`, `redirect_check` | packets that missed the redirect; foreign rules as cause; a test |
 //! | `redirect`, `source_socket` | classification of this host's connections; detection of a close by the source's QEMU |
 //! | `outgoing` | an outgoing migration, to the other agent |
 //! | `peer_port`, `incoming` | the agent's port; migrations that other agents announce |

@@ -18,7 +18,7 @@ use hotlift_vmm::{GuestKind, GuestSettings};
 
 use crate::error::SharedError;
 
-/// Default share of zero pages: between a busy guest's and a fresh one's.
+/// Default share of zero pages: between the shares of a busy guest and of a fresh one.
 const ZERO_SHARE: f64 = 0.25;
 
 /// Flags of the guest.
@@ -62,14 +62,14 @@ pub struct GuestArgs {
     pub seed: u64,
 }
 
-/// `--fill`.
+/// Value of `--fill`: content of the guest's RAM at its start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fill {
     /// "generated": [`FillSource::Generated`].
     Generated,
     /// "mixed": [`FillSource::Mixed`].
     Mixed,
-    /// A folder or a file; one with the name of another fill is `./NAME`.
+    /// A folder, or a file. A file named like another value is given as `./NAME`.
     Path(PathBuf),
 }
 
@@ -83,7 +83,7 @@ impl From<OsString> for Fill {
     }
 }
 
-/// The value as typed.
+/// Formats the value as it was typed.
 impl Display for Fill {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         match self {
@@ -95,13 +95,13 @@ impl Display for Fill {
 }
 
 impl Fill {
-    /// Returns true for a file that is copied page by page, unless a share of zero pages is given.
+    /// Returns true for a file. A file is copied page by page, unless `--zero-share` is given.
     #[must_use]
     pub fn is_file(&self) -> bool {
         matches!(self, Self::Path(path) if path.is_file())
     }
 
-    /// Returns a description, from the output of [`Display`].
+    /// Returns a description for the operator; `text` is the output of [`Display`].
     #[must_use]
     pub fn words(text: &str) -> &str {
         match text {
@@ -133,20 +133,20 @@ pub enum RamBackend {
 }
 
 impl GuestArgs {
-    /// Checks that such a guest can exist.
+    /// Checks that RAM size, vCPUs and working set are compatible.
     ///
     /// # Errors
-    /// RAM, vCPUs or working set that are incompatible.
+    /// [`SharedError::Layout`] if they are incompatible.
     pub fn check(&self) -> Result<(), SharedError> {
         let settings = self.settings();
         Layout::new(settings.ram_bytes, settings.vcpus, settings.working_set)?;
         Ok(())
     }
 
-    /// Checks that the fill exists.
+    /// Checks that the file or folder of `--fill` exists.
     ///
     /// # Errors
-    /// The path that cannot be read.
+    /// If it cannot be inspected.
     pub fn check_fill(&self) -> Result<(), TerminalError> {
         let Fill::Path(path) = &self.fill else {
             return Ok(());
@@ -155,7 +155,7 @@ impl GuestArgs {
         Ok(())
     }
 
-    /// Returns the kind of guest to create. Prints why it is not KVM unless another kind was requested.
+    /// Returns the kind of guest to create. With `auto`, prints a reason if KVM cannot be used.
     pub fn kind(&self) -> GuestKind {
         match self.guest {
             GuestChoice::Kvm => GuestKind::Kvm,
@@ -190,13 +190,14 @@ impl GuestArgs {
         }
     }
 
-    /// Returns the share of pages that stay zero, in addition to zero pages of the fill; `None` for a file, which has its own.
+    /// Returns the share of pages (0 to 1) that are made zero in addition to the zero pages of the fill. `None` for a file,
+    /// unless the share was given: the file has zero pages of its own.
     pub fn zero_share(&self) -> Option<f64> {
         self.zero_share
             .or((!self.fill.is_file()).then_some(ZERO_SHARE))
     }
 
-    /// Returns the content of RAM before the start.
+    /// Returns the settings for the content of RAM at the guest's start.
     pub fn fill_settings(&self) -> FillSettings {
         let source = match (&self.fill, self.zero_share()) {
             (Fill::Generated, _) => FillSource::Generated,
@@ -212,7 +213,7 @@ impl GuestArgs {
         }
     }
 
-    /// Returns the flags as typed, for a child process with a guest of `kind`.
+    /// Returns the flags that a child process needs for a guest of `kind`.
     pub fn to_flags(&self, kind: GuestKind) -> Vec<String> {
         let backend = match self.ram_backend {
             RamBackend::Private => "private",
@@ -235,7 +236,7 @@ impl GuestArgs {
     }
 }
 
-/// Parses a number of bytes.
+/// Parses a number of bytes, with an optional suffix.
 pub fn size(text: &str) -> Result<u64, String> {
     parse_size(text)
         .ok_or_else(|| "expected a number of bytes with an optional suffix K, M, G or T".to_owned())
@@ -250,7 +251,7 @@ pub fn ram(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Parses a share.
+/// Parses a share from 0 to 1.
 pub fn share(text: &str) -> Result<f64, String> {
     let share = text.parse().ok();
     let share = share.filter(|share| (0.0..=1.0).contains(share));

@@ -1,4 +1,4 @@
-//! Connection to another host, at an address from a flag.
+//! Connects to another host, at an address from a flag.
 
 use std::time::Duration;
 
@@ -8,13 +8,14 @@ use hotlift::tls::Tls;
 
 use crate::error::SharedError;
 
-/// Timeout of connecting to the other host.
+/// Timeout of a connection to the other host.
 pub const CONNECT: Duration = Duration::from_secs(10);
 
-/// Connects to the process that listens at `to`, which was given with `flag`.
+/// Connects to the process that listens at `to`, with TLS if `tls` is given. `flag` is the flag that contained `to`, for
+/// errors.
 ///
 /// # Errors
-/// No process listens there, or the handshake of `tls` fails.
+/// If `to` is no TCP address, no process listens there, or the TLS handshake fails.
 pub fn connect(
     to: &Address,
     flag: &'static str,

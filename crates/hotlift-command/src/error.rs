@@ -1,4 +1,4 @@
-//! Errors that commands of migrations share.
+//! Errors of the commands that migrate guests.
 
 use std::io;
 
@@ -12,7 +12,7 @@ use hotlift_terminal::error::TerminalError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
 
-/// Next step for certificates of different CAs.
+/// Next step if the certificates of both hosts are from different CAs.
 const SAME_CA: &str =
     "give both hosts certificates of the same CA: 'hotlift certs host NAME' on the host of the CA";
 
@@ -28,10 +28,10 @@ pub enum SharedError {
     /// RAM, vCPUs and working set are incompatible.
     #[error("invalid guest settings")]
     Layout(#[from] LayoutError),
-    /// The contents of `--fill` failed.
+    /// The content for `--fill` cannot be produced.
     #[error("cannot fill the guest's memory")]
     Fill(#[from] FillError),
-    /// The check of the guest failed.
+    /// The guest check found a problem.
     #[error("guest check failed after migration: {problem}")]
     NotWell {
         /// Description of the problem.
@@ -45,10 +45,10 @@ pub enum SharedError {
         /// Number of all migrations.
         runs: usize,
     },
-    /// The exchange with the peer failed after its start.
+    /// The exchange of messages with the peer failed after its start.
     #[error("lost the connection to 'hotlift serve'")]
     Conversation(#[from] ConversationError),
-    /// The listener failed.
+    /// Listening for connections failed.
     #[error("cannot listen")]
     Listen {
         /// The system's error.
@@ -74,7 +74,7 @@ pub enum SharedError {
         #[source]
         source: Box<TlsError>,
     },
-    /// A QEMU's stream would cross a network.
+    /// QEMU's stream would cross a network unencrypted.
     #[error(
         "QEMU's stream would cross the network unencrypted at {address}: let QEMU use a UNIX socket or loopback, or give \
          '--insecure'"
@@ -83,13 +83,13 @@ pub enum SharedError {
         /// The address.
         address: Address,
     },
-    /// The address of a UNIX socket is not allowed.
+    /// This flag accepts only TCP addresses, and got the address of a UNIX socket.
     #[error("{flag} takes tcp:HOST:PORT")]
     OnlyTcp {
         /// The flag with this address.
         flag: &'static str,
     },
-    /// A client's messages cannot be read.
+    /// A client's messages before the migration cannot be read.
     #[error(transparent)]
     DropReason(DropReason),
     /// The destination refused the migration.
@@ -125,7 +125,7 @@ impl SharedError {
         }
     }
 
-    /// Returns the next step, where the error does not show it.
+    /// Returns the next step for the operator; `None` if the message itself contains it.
     pub fn advice(&self) -> Option<&'static str> {
         match self {
             Self::NoServe {
@@ -141,7 +141,7 @@ impl SharedError {
     }
 }
 
-/// Returns the next step after a failed TLS handshake.
+/// Returns the next step for the operator after a failed TLS handshake; `None` if the message itself contains it.
 pub fn after_handshake(error: &TlsError) -> Option<&'static str> {
     match error {
         TlsError::PlaintextPeer => {
@@ -172,7 +172,7 @@ pub fn after_handshake(error: &TlsError) -> Option<&'static str> {
     }
 }
 
-/// Returns the next step after a connection to 'hotlift serve' failed with an error of `kind`.
+/// Returns the next step for the operator after connecting to 'hotlift serve' failed with an error of `kind`.
 fn not_connected(kind: io::ErrorKind) -> &'static str {
     match kind {
         io::ErrorKind::ConnectionRefused => "start 'hotlift serve' on the destination host first",
@@ -224,7 +224,7 @@ mod tests {
         assert!(advice(io::ErrorKind::ConnectionRefused).contains("start 'hotlift serve'"));
         assert!(advice(io::ErrorKind::TimedOut).contains("firewall drops"));
         assert!(advice(io::ErrorKind::NetworkUnreachable).contains("no route"));
-        // An unknown name.
+        // An unknown host name causes this error.
         assert!(advice(io::ErrorKind::Other).contains("name or address"));
     }
 

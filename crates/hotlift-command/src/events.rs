@@ -1,4 +1,4 @@
-//! Events from a `guest run` process to the `demo` that started it: JSON, one line per event, on its standard output.
+//! Events that a process of `guest run` sends to its parent (`demo`): JSON, one line per event, on standard output.
 
 use std::io::{BufRead, BufReader, Read};
 
@@ -15,29 +15,29 @@ pub type Events = Box<dyn Iterator<Item = Event>>;
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum Event {
-    /// A destination waits for its source at this URI.
+    /// A destination is ready, and listens at this URI.
     Listening {
-        /// Address with the port that the system chose.
+        /// Address, with the port that the system chose.
         uri: String,
     },
-    /// The source's RAM was filled.
+    /// The RAM of the source's guest was filled.
     Filled(Filling),
-    /// Progress of the source's migration.
+    /// Progress of the migration at the source.
     Progress {
         /// The current state.
         moment: ProgressSnapshot,
     },
-    /// The source's migration completed.
+    /// The migration completed at the source.
     Sent {
         /// Report of the source.
         report: Box<SourceReport>,
     },
-    /// The destination runs the guest.
+    /// The guest runs at the destination.
     Received {
         /// Report of the destination.
         report: DestinationReport,
     },
-    /// The guest ran again, and its memory was checked.
+    /// The guest ran at the destination, and its memory was checked.
     Checked(Check),
     /// The migration failed.
     Failed {
@@ -46,14 +46,14 @@ pub enum Event {
     },
 }
 
-/// Content of RAM at the start of a guest.
+/// Content of a guest's RAM at its start.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Filling {
-    /// Pages that are not zero.
+    /// Number of pages that are not zero.
     pub data_pages: u64,
-    /// Zero pages.
+    /// Number of zero pages.
     pub zero_pages: u64,
-    /// Repetitions of the fill's source: above 1 it was repeated, below 1 only its first part was used.
+    /// How often the fill's source fits into RAM: above 1 it was repeated; below 1 only its first part was used.
     pub laid: f64,
 }
 
@@ -68,7 +68,7 @@ impl From<&Filled> for Filling {
 }
 
 impl Filling {
-    /// Returns the counted zero pages in percent.
+    /// Returns the share of zero pages, in percent.
     pub fn zero_percent(&self) -> f64 {
         let pages = (self.data_pages + self.zero_pages).max(1);
         #[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
@@ -89,22 +89,22 @@ impl Filling {
     }
 }
 
-/// Snapshot of a migration at its source.
+/// Snapshot of a migration's progress at the source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ProgressSnapshot {
     /// Time since the start of the migration, in milliseconds.
     pub elapsed_ms: f64,
     /// State, by QEMU's name.
     pub status: String,
-    /// Pass over the dirty pages, from 1.
+    /// Number of the current round (pass over the dirty pages), from 1.
     pub round: u64,
-    /// Bytes of pages that remain in this round.
+    /// Bytes of pages that this round still has to send.
     pub remaining_bytes: u64,
     /// Bytes written to all sockets so far.
     pub transferred_bytes: u64,
     /// Bytes written per second, since the last snapshot.
     pub bytes_per_second: f64,
-    /// Pages settled per second, since the last snapshot.
+    /// Pages processed per second (zero pages included), since the last snapshot.
     pub pages_per_second: f64,
     /// Pages that the guest dirties per second.
     pub dirty_pages_per_second: f64,
@@ -125,25 +125,25 @@ impl From<&Progress> for ProgressSnapshot {
     }
 }
 
-/// Result of checking a guest.
+/// Result of a guest check after the migration.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Check {
-    /// True if it runs, and its count of writes has grown (if its workload writes at all).
+    /// True if the guest runs. If its workload writes, its count of writes must also have grown.
     pub runs: bool,
-    /// True if pages, records and vCPU state agree: no write was lost.
+    /// True if pages, write records and vCPU state agree: no write was lost.
     pub verified: bool,
-    /// The problem found, if any.
+    /// Problem that the check found; `None` if there is none.
     pub problem: Option<String>,
     /// Number of writes of all vCPUs.
     pub writes: u64,
-    /// Number of compared pages.
+    /// Number of pages compared with their write records.
     pub pages_checked: u64,
 }
 
 /// Sends `event` to the parent process.
 pub fn send_to_parent(event: &Event) {
     if let Ok(line) = serde_json::to_string(event) {
-        // A dead or sleeping parent gets nothing; the guest keeps running.
+        // Errors are ignored: if the parent has ended or does not read, the guest keeps running.
         match event {
             Event::Progress { .. } => output::progress_line(&line),
             _ => output::out(&line),
@@ -151,7 +151,7 @@ pub fn send_to_parent(event: &Event) {
     }
 }
 
-/// Returns the events of a child process, up to its end. Skips lines that are not events.
+/// Returns the events of a child process until its output ends. Skips lines that are not events.
 pub fn read(stdout: impl Read + 'static) -> Events {
     Box::new(
         BufReader::new(stdout)

@@ -1,11 +1,11 @@
-//! Parts of the commands that migrate: flags, connections, and pairs of `guest run` processes.
+//! Code that several commands share: flags, connections, and pairs of `guest run` processes.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `args`, `migration_args` | flags of a built-in guest, and of a migration by the engine's table |
+//! | `args`, `migration_args` | flags of a built-in guest; flags of a migration, from the engine's table of options |
 //! | `program`, `manual` | a program's command line; its manual pages and completions |
 //! | `security`, `connect` | TLS from a command's flags; a connection to an address from a flag |
-//! | `pair`, `events`, `held_memory` | two `guest run` processes, their events, memory for the destination |
+//! | `pair`, `events`, `held_memory` | two `guest run` processes; their events; memory touched for the destination |
 //! | `error` | errors that these commands share |
 
 #![forbid(unsafe_code)]

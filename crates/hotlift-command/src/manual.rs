@@ -1,4 +1,4 @@
-//! Manual pages and shell completions, made from a program's flags.
+//! Writes manual pages and shell completions from a program's flags.
 
 use std::fs;
 use std::path::Path;
@@ -7,17 +7,17 @@ use clap::Command;
 use clap_complete::Shell;
 use hotlift_terminal::error::TerminalError;
 
-/// Folders of the shells' completions below /usr/share.
+/// Each shell with the folder of its completions below /usr/share.
 const COMPLETIONS: &[(Shell, &str)] = &[
     (Shell::Bash, "bash-completion/completions"),
     (Shell::Zsh, "zsh/site-functions"),
     (Shell::Fish, "fish/vendor_completions.d"),
 ];
 
-/// Writes the pages and completions of `command` into `dir`, with the layout of /usr/share.
+/// Writes the manual pages and completions of `command` into `dir`, in the layout of /usr/share.
 ///
 /// # Errors
-/// A file cannot be written.
+/// If a file cannot be written.
 pub fn write(dir: &Path, command: &Command) -> Result<(), TerminalError> {
     write_all(dir, &in_full(command.clone())).map_err(TerminalError::process("manual"))
 }
@@ -34,7 +34,7 @@ fn write_all(dir: &Path, command: &Command) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Returns `command` with one help text per option, the only one in a page.
+/// Returns `command` with the long help text of each option: a manual page contains only one text per option.
 fn in_full(command: Command) -> Command {
     command
         .mut_args(|arg| arg.hide_short_help(false))

@@ -1,5 +1,5 @@
-//! Command-line flags for the options of a migration, made from the engine's one table: the options of each command, their
-//! defaults and their place in the help.
+//! Command-line flags of migration options, made from the engine's table: the options of each command, their defaults, and
+//! their order in the help.
 
 use std::marker::PhantomData;
 use std::ops::Deref;
@@ -12,21 +12,21 @@ use hotlift::options::{
 };
 use hotlift::relay::RelaySettings;
 
-/// An option and the value that was given for it.
+/// An option that was given, with its value.
 #[derive(Debug, Clone)]
 pub struct Given {
-    /// Row of the option.
+    /// The option's row in the engine's table.
     pub option: &'static OptionInfo,
-    /// The value as typed.
+    /// Value of the option, as typed.
     pub text: String,
     value: Value,
 }
 
 impl Given {
-    /// Parses `text` as the value of the option with this name.
+    /// Parses `text` as the value of the option `name`.
     ///
     /// # Errors
-    /// If there is no such option, or `text` is not one of its values.
+    /// If no option has this name, or `text` is not a valid value.
     pub fn parse(name: &str, text: &str) -> Result<Self, OptionError> {
         let option = option(name)?;
         Ok(Self {
@@ -37,14 +37,14 @@ impl Given {
     }
 }
 
-/// Options given on the command line, and their values with the defaults of all others.
+/// Options given on the command line, and the values of all options (the default if not given).
 #[derive(Debug, Clone, Default)]
 pub struct MigrationArgs {
     given: Vec<Given>,
     options: Options,
 }
 
-/// A command's part in a migration, as a type.
+/// Role of a command in a migration, as a type parameter of [`RoleArgs`].
 pub trait HasRole {
     /// The role as a value.
     const ROLE: Role;
@@ -55,7 +55,7 @@ macro_rules! roles {
         /// Types for roles.
         pub mod role {
             $(
-                /// Role of that name.
+                /// Type for the role of this name.
                 #[derive(Debug, Clone)]
                 pub struct $name;
 
@@ -69,7 +69,7 @@ macro_rules! roles {
 
 roles!(Pair, Guest, Relay, Migrate, Save, Receive, Restore);
 
-/// Options that a command of role `R` accepts.
+/// Migration options that a command of role `R` accepts.
 #[derive(Debug, Clone)]
 pub struct RoleArgs<R> {
     given: MigrationArgs,
@@ -85,7 +85,7 @@ impl<R> Deref for RoleArgs<R> {
 }
 
 impl<R: HasRole> RoleArgs<R> {
-    /// Returns the options with the role's defaults where none were given.
+    /// Returns all options: an option that was not given has the default of the role.
     pub fn complete(&self) -> Result<MigrationArgs, OptionError> {
         let mut all = self.given.clone();
         for option in OPTIONS.iter().filter(|option| !self.has(option.name)) {
@@ -97,10 +97,11 @@ impl<R: HasRole> RoleArgs<R> {
         Ok(all)
     }
 
-    /// Returns the settings of a relay, which handles zero pages by itself unless `zero-page-detection` was given.
+    /// Returns the settings of a relay. The relay detects zero pages only if the source does not, unless `zero-page-detection`
+    /// was given.
     pub fn relay_settings(&self) -> Result<RelaySettings, OptionError> {
         let mut all = self.complete()?;
-        // A given method may be auto, whose packets to a QEMU then use zstd.
+        // The given method may be auto. Packets to a QEMU then use zstd.
         if self.has("multifd-compression") && !self.has("qemu-reads") {
             all = all.with("qemu-reads", "zstd")?;
         }
@@ -118,7 +119,7 @@ impl<R: HasRole> RoleArgs<R> {
 }
 
 impl MigrationArgs {
-    /// Returns true if `name` was given.
+    /// Returns true if the option `name` was given on the command line.
     pub fn has(&self, name: &str) -> bool {
         self.given.iter().any(|given| given.option.name == name)
     }
@@ -128,13 +129,14 @@ impl MigrationArgs {
         &self.given
     }
 
-    /// Refuses options without effect. For commands without a monitor; a monitor can set the related option later.
+    /// Returns an error if a given option has no effect, because another option is not set. Only for commands without a
+    /// monitor: through a monitor the other option can be set later.
     pub fn refuse_idle(&self) -> Result<(), OptionError> {
         let mut given = self.given.iter();
         given.try_for_each(|given| self.refuse_if_idle(given.option.name))
     }
 
-    /// Refuses option `name` if it has no effect.
+    /// Returns an error if the option `name` was given, but has no effect.
     pub fn refuse_if_idle(&self, name: &str) -> Result<(), OptionError> {
         let options = self.options()?;
         let given = self.given.iter().find(|given| given.option.name == name);
@@ -147,7 +149,7 @@ impl MigrationArgs {
         }
     }
 
-    /// Returns the options without those that have no effect.
+    /// Returns a copy that contains only the options that have an effect.
     pub fn without_idle(&self) -> Result<Self, OptionError> {
         let options = self.options()?;
         let mut rest = Self::default();
@@ -158,37 +160,37 @@ impl MigrationArgs {
         Ok(rest)
     }
 
-    /// Returns the options. Each is in its range, but they may be incompatible with each other.
+    /// Returns the values of all options. Each value is in its range, but some may be incompatible.
     pub fn values(&self) -> &Options {
         &self.options
     }
 
-    /// Checks that the options are compatible with each other, and returns them.
+    /// Returns the values of all options; an error if some are incompatible.
     pub fn options(&self) -> Result<Options, OptionError> {
         self.options.check()?;
         Ok(self.options.clone())
     }
 
-    /// Returns the downtime limit, if it was given.
+    /// Returns the downtime limit; `None` if it was not given.
     pub fn downtime_limit(&self) -> Option<Duration> {
         let is_given = self.has("downtime-limit");
         is_given.then_some(self.options.switchover.downtime_limit)
     }
 
-    /// Returns the flags as typed, for a child process.
+    /// Returns the given options as flags for a child process.
     pub fn to_flags(&self) -> Vec<String> {
         let flag = |given: &Given| format!("--{}={}", given.option.name, given.text);
         self.given.iter().map(flag).collect()
     }
 
-    /// Returns a copy with `name` set to `value`.
+    /// Returns a copy in which the option `name` has the value `value`.
     pub fn with(&self, name: &str, value: &str) -> Result<Self, OptionError> {
         let mut changed = self.clone();
         changed.set(Given::parse(name, value)?);
         Ok(changed)
     }
 
-    /// Sets an option.
+    /// Sets an option; replaces an earlier value.
     pub fn set(&mut self, given: Given) {
         self.given
             .retain(|one| one.option.name != given.option.name);
@@ -196,7 +198,7 @@ impl MigrationArgs {
         self.given.push(given);
     }
 
-    /// Sets the level of the method of `stream`.
+    /// Sets the compression level of `stream`'s method; an error if the method has no levels.
     fn set_level(&mut self, level: &str, stream: &StreamOptions) -> Result<(), OptionError> {
         let Some((name, _)) = stream.level_option() else {
             return Err(OptionError::Value {
@@ -230,18 +232,18 @@ fn help(option: &OptionInfo, role: Role) -> String {
     format!("{} [{values}{unit}{default}]", option.help)
 }
 
-/// Returns the flag of an option. Short help shows the common ones.
+/// Returns the clap flag of an option for a command of this role. Short help shows only common options.
 fn flag(option: &OptionInfo, role: Role) -> Arg {
     let arg = Arg::new(option.name)
         .long(option.name)
         .value_name("VALUE")
-        // Negative numbers fail as a value of this option, not as an unknown flag.
+        // A negative number is then rejected as a value of this option, not as an unknown flag.
         .allow_negative_numbers(true)
         .help(help(option, role))
         .help_heading(option.group.title())
-        // A command that only receives has no other options.
+        // Commands that only receive have no common options, so their short help shows all options.
         .hide_short_help(!option.group.is_in_short_help() && !role.only_receives());
-    // Options without a QEMU parameter are typed like other commands' switches.
+    // Options without an equal QEMU parameter accept the same values as switches of other commands.
     let arg = match option.name {
         "insecure" => arg
             .num_args(0..=1)
@@ -255,7 +257,7 @@ fn flag(option: &OptionInfo, role: Role) -> Arg {
     }
 }
 
-/// Returns the options of a role, in the order of its help.
+/// Returns the options that a role accepts, in the order of the help.
 fn options_of(role: Role) -> Vec<&'static OptionInfo> {
     let taken = OPTIONS
         .iter()
@@ -265,7 +267,7 @@ fn options_of(role: Role) -> Vec<&'static OptionInfo> {
     options
 }
 
-/// Returns a refused value as a clap error, with both names of its flag if it has two.
+/// Converts an invalid value to a clap error. The message has both names of the flag, if it has two.
 fn refused(error: &OptionError, flag: Option<&str>) -> clap::Error {
     let text = match (error, flag) {
         (
@@ -319,7 +321,7 @@ impl<R: HasRole> FromArgMatches for LimitArgs<R> {
     }
 }
 
-/// Flag for the level of any method.
+/// Name of the flag that sets the level of the chosen method.
 const LEVEL: &str = "level";
 
 impl<R: HasRole> Args for RoleArgs<R> {
@@ -349,7 +351,7 @@ impl<R: HasRole> FromArgMatches for RoleArgs<R> {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let value = |name: &str| matches.get_one::<String>(name);
         let mut given = MigrationArgs::default();
-        // In the table's order: some options also set others.
+        // Stores the values in the order of the table, since some options also set other options.
         for option in OPTIONS {
             let Some(text) = option
                 .refusal(R::ROLE)
@@ -381,7 +383,7 @@ impl<R: HasRole> FromArgMatches for RoleArgs<R> {
             set.map_err(|error| refused(&error, Some(LEVEL)))?;
         }
         let checked = match R::ROLE {
-            // An option without effect is no error: a monitor can set the option that it needs later.
+            // A built-in guest accepts options without effect: a monitor can set the related option later.
             Role::Guest => args.options().map(|_| ()),
             _ => args.refuse_idle(),
         };
@@ -411,7 +413,7 @@ mod tests {
         parse_as::<role::Guest>(flags)
     }
 
-    /// Returns short help and long help.
+    /// Returns the short and the long help of the flags of role `R`.
     fn helps<R: HasRole>() -> [String; 2] {
         let command = || RoleArgs::<R>::augment_args(Command::new("t").term_width(0));
         [

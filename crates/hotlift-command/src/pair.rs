@@ -1,4 +1,4 @@
-//! One migration of the built-in guest between two `guest run` processes: the unit that `demo` and `hotlift-bench` repeat.
+//! One migration of the built-in guest between two `guest run` processes, as `demo` and `hotlift-bench` repeat it.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -17,41 +17,41 @@ use crate::args::GuestArgs;
 use crate::events::{self, Check, Event, Events, Filling, ProgressSnapshot};
 use crate::migration_args::MigrationArgs;
 
-/// Guest, options and place of a migration.
+/// Guest, options and processes of one migration.
 pub struct Pair<'a> {
-    /// Kind of both guests.
+    /// Kind of the guest at source and destination.
     pub kind: GuestKind,
-    /// The source's guest.
+    /// Settings of the source's guest.
     pub guest: &'a GuestArgs,
     /// Options of the migration.
     pub migration: &'a MigrationArgs,
-    /// Prefix of lines of the progress display.
+    /// Prefix of the lines of the progress display.
     pub label: &'a str,
-    /// Place of the two processes.
+    /// Program of both processes, and where they run.
     pub place: &'a ProcessPlace,
-    /// Time limit, from the start of the source's process on; `None` for no limit.
+    /// Time limit from the start of the source's process; `None` for no limit.
     pub limit: Option<Duration>,
-    /// Handling of standard error of both processes.
+    /// Handling of the standard error of both processes.
     pub errors: StderrHandling,
 }
 
-/// Program and place of two processes.
+/// Program of two processes, and where they run.
 #[derive(Debug, Clone)]
 pub struct ProcessPlace {
-    /// The `hotlift` that both processes run.
+    /// Path of the `hotlift` program that both processes run.
     pub program: PathBuf,
-    /// Prefix of the source's command line, such as the command that enters a network namespace.
+    /// Command before the source's command line, such as one that enters a network namespace.
     pub source_prefix: Vec<String>,
-    /// Prefix of the destination's command line.
+    /// Command before the destination's command line.
     pub destination_prefix: Vec<String>,
-    /// Address where a destination of this host listens; by default 127.0.0.1.
+    /// Address at which a destination on this host listens; `None` for 127.0.0.1.
     pub address: Option<String>,
-    /// Names and values of the TLS options of both processes.
+    /// Names and values of the TLS options for both processes.
     pub security: Vec<(String, String)>,
 }
 
 impl ProcessPlace {
-    /// Returns the place of two processes of `program` on this host.
+    /// Returns the place of two processes that run `program` on this host, without prefixes and TLS options.
     pub fn new(program: PathBuf) -> Self {
         Self {
             program,
@@ -62,19 +62,19 @@ impl ProcessPlace {
         }
     }
 
-    /// Returns the TLS flags of a migration with the options `given`.
+    /// Returns the TLS flags of both processes for a migration with the options `given`.
     pub fn flags(&self, given: &MigrationArgs) -> Vec<String> {
         if given.has("tls-creds") {
             return match given.values().tls.creds.is_empty() {
-                // The migration has its own certificates.
+                // The migration's own options name certificates.
                 false => Vec::new(),
-                // TLS is off for this migration. Addresses in network namespaces need --insecure.
+                // TLS is off for this migration. An address in a network namespace needs --insecure.
                 true => vec!["--insecure=on".to_owned()],
             };
         }
         let flag = |(name, value): &(String, String)| format!("--{name}={value}");
         let flags: Vec<_> = self.security.iter().map(flag).collect();
-        // Without TLS, an address in a network namespace of this host needs --insecure.
+        // Without TLS, an address in a network namespace needs --insecure.
         match self.address.is_some() && flags.is_empty() {
             true => vec!["--insecure=on".to_owned()],
             false => flags,
@@ -82,45 +82,45 @@ impl ProcessPlace {
     }
 }
 
-/// Handling of standard error.
+/// Handling of the standard error of both processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StderrHandling {
-    /// Shown, with the progress display unless quiet.
+    /// Both processes write to this process's standard error, with the progress display.
     Shown {
-        /// True for no progress.
+        /// True to omit the progress display.
         quiet: bool,
     },
-    /// Kept: its last line explains why a process ended without a report.
+    /// Stored in a file: its last lines show why a process ended without a report.
     Kept,
 }
 
-/// Result of the migration.
+/// Result of one migration.
 #[derive(Debug, Default)]
 pub struct PairResult {
-    /// The source's report, if it completed there.
+    /// Report of the source; `None` if the migration did not complete there.
     pub source: Option<SourceReport>,
-    /// The destination's report, if it completed there.
+    /// Report of the destination; `None` if the migration did not complete there.
     pub destination: Option<DestinationReport>,
-    /// Result of the guest check afterwards.
+    /// Result of the guest check at the destination; `None` if the guest was not checked.
     pub check: Option<Check>,
-    /// Content of RAM at its start.
+    /// Content of the guest's RAM at its start; `None` if RAM was not filled.
     pub filled: Option<Filling>,
-    /// The first error.
+    /// First error of the migration; `None` if it succeeded.
     pub error: Option<String>,
 }
 
-/// Event during the migration.
+/// Event during a migration, for the caller's display.
 pub enum PairEvent<'a> {
-    /// The processes run, and nothing has been sent yet. Without a destination here, it is elsewhere.
+    /// The source's process and, if it is on this host, the destination's process were started. Nothing was sent yet.
     Begun {
         /// Process id of the source.
         source: u32,
-        /// Process id of the destination.
+        /// Process id of the destination; `None` on another host.
         destination: Option<u32>,
     },
-    /// The source's guest exists, and its migration starts next.
+    /// The RAM of the source's guest was filled; the migration starts next.
     Filled,
-    /// Progress of the source.
+    /// Progress of the migration at the source.
     Progress(&'a ProgressSnapshot),
 }
 
@@ -130,7 +130,7 @@ impl PairResult {
     }
 }
 
-/// Returns the destination's figures, relative to the source's total time `total_ms` in milliseconds.
+/// Returns the destination's figures. Percentages refer to `total_ms`, the source's total time in milliseconds.
 pub fn destination_side(report: DestinationReport, total_ms: f64) -> SideFigures {
     SideFigures::new(
         report.side.threads,
@@ -141,10 +141,11 @@ pub fn destination_side(report: DestinationReport, total_ms: f64) -> SideFigures
 }
 
 impl Pair<'_> {
-    /// Migrates once. An interrupt or the time limit ends both processes.
+    /// Runs one migration to `destination`, and passes its events to `report`. An interrupt or the time limit kills both
+    /// processes.
     ///
     /// # Errors
-    /// A process cannot be started. All other errors are in [`PairResult::error`].
+    /// If a process cannot be started. All other errors are in [`PairResult::error`].
     pub fn migrate(
         &self,
         destination: Destination,
@@ -184,7 +185,7 @@ impl Pair<'_> {
         if source.is_err()
             && let Some(process) = &mut process
         {
-            // Otherwise it waits for its source, and its drop waits for it.
+            // Without this, the destination would wait for its source, and its drop would wait for the destination.
             process.end();
         }
         let (mut source, source_events) = source?;
@@ -207,7 +208,7 @@ impl Pair<'_> {
                     _ => {}
                 }
             }
-            // A source that ended without a report leaves a destination that waits for it.
+            // If the source ended without a report, the destination would wait for it forever.
             if moved.source.is_none() {
                 let why = end_of_process(Some(&mut source), "source", "the migration did");
                 moved.failed(&why);
@@ -247,7 +248,7 @@ impl Pair<'_> {
     /// Starts the destination's process on this host.
     ///
     /// # Errors
-    /// It cannot be started.
+    /// If the process cannot be started.
     pub fn destination(&self) -> Result<Destination, TerminalError> {
         let address = self.place.address.as_deref().unwrap_or("127.0.0.1");
         let (process, events) = self.spawn(
@@ -280,7 +281,7 @@ impl Pair<'_> {
             .args(self.place.flags(self.migration))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            // Ctrl-C goes to the parent, which ends this process: one message suffices.
+            // A separate process group: Ctrl-C signals only the parent, which ends this process and prints the message.
             .process_group(0);
         let mut stderr = None;
         match self.errors {
@@ -303,7 +304,7 @@ impl Pair<'_> {
         Ok((Process { child, stderr }, events))
     }
 
-    /// Runs `work`; kills `processes` on an interrupt or past the time limit. Returns true if the limit was the cause.
+    /// Runs `work`. Kills `processes` on an interrupt, or after the time limit. Returns true if the time limit was the cause.
     fn watched(&self, processes: &[u32], interrupt: &Interrupt, work: impl FnOnce()) -> bool {
         let mut late = false;
         let end = |cause| {
@@ -322,7 +323,7 @@ fn kill(process: u32) {
     }
 }
 
-/// Returns why a side ended too early.
+/// Returns an error message: the process of `side` ended before the step `before`. With its last error line, if stored.
 fn end_of_process(process: Option<&mut Process>, side: &str, before: &str) -> String {
     let plain = format!("the {side} process ended before {before}");
     match process.and_then(Process::last_error_line) {
@@ -331,15 +332,15 @@ fn end_of_process(process: Option<&mut Process>, side: &str, before: &str) -> St
     }
 }
 
-/// Destination of a migration, about to listen.
+/// Destination of a migration that will listen soon.
 pub struct Destination {
-    /// Process, if it is on this host.
+    /// Process of the destination; `None` if it is on another host.
     pub process: Option<Process>,
-    /// Events of the process.
+    /// Events of the destination's process.
     pub events: Events,
 }
 
-/// Child process that does not outlive its owner.
+/// Child process; the drop waits for its end.
 pub struct Process {
     child: Child,
     stderr: Option<File>,
@@ -350,15 +351,16 @@ impl Process {
         self.child.id()
     }
 
-    /// Kills the process if it still runs.
+    /// Kills the process if it still runs, and waits for its end.
     fn end(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// Returns the cause of its end from its standard error, if kept: the line with the error, or the last line.
+    /// Returns the error line of the process from its stored standard error, or else the last line. `None` if nothing is
+    /// stored.
     fn last_error_line(&mut self) -> Option<String> {
-        /// Bytes that are read: far more than an error of Hotlift has.
+        /// Bytes of standard error that are read: much more than any error message of Hotlift.
         const MAX_KEPT_STDERR: u64 = 64 << 10;
         let stderr = self.stderr.as_mut()?;
         let mut text = String::new();
@@ -375,7 +377,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Its output has ended, so the process ends now, unless it hangs.
+        // The output of the process has ended, so the process ends now, unless it hangs.
         let _ = self.child.wait();
     }
 }

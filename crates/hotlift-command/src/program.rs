@@ -1,4 +1,4 @@
-//! A program's command line: its start, short help, the message for a bad command line, and error output.
+//! Command line of a program: start, parsing, help, and messages for an invalid command line.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -11,26 +11,27 @@ use hotlift_terminal::error::{TerminalError, error_line};
 use hotlift_terminal::output::{self, warn};
 use hotlift_terminal::{signals, width};
 
-/// Last line of the short help of a command with more options.
+/// Last line of the short help if a command has more options.
 const MORE: &str = "'--help' shows all options.";
 
-/// Exit code of a bad command line.
+/// Exit code for an invalid command line.
 pub const USAGE: u8 = 2;
 
-/// Maximum width of help on a wider terminal, or without a terminal.
+/// Maximum width of help texts, in columns.
 const WIDEST: usize = 100;
 
-/// Running program with its command line.
+/// A running program: its command-line definition, and the arguments.
 pub struct Program {
     command: Command,
     words: Vec<OsString>,
 }
 
 impl Program {
-    /// Prepares this process for its output, and reads its arguments.
+    /// Prepares this process for its output and signals, and reads its arguments.
     pub fn start(command: Command) -> Self {
         if !environment::is_trusted() {
-            // TMPDIR belongs to an unprivileged user. The call fails only if it was set before, and no other code sets it.
+            // TMPDIR is not trusted: it may belong to an unprivileged user. The call fails only if the folder was set before,
+            // and no other code sets it.
             let _ = tempfile::env::override_temp_dir(Path::new("/tmp"));
         }
         output::take_panics();
@@ -47,7 +48,7 @@ impl Program {
     /// Lists the subcommands `first` in this order in the program's help, and the others under a separate heading.
     #[must_use]
     pub fn with_first(mut self, first: &[&str]) -> Self {
-        // Rendering the list takes time, and no subcommand's help contains it.
+        // Only for the program's own help: rendering the list takes time, and no subcommand's help contains it.
         if self.path().is_empty() {
             self.command = grouped(self.command, first);
         }
@@ -59,7 +60,7 @@ impl Program {
         self.words.get(1)
     }
 
-    /// Parses the command line; ends the process after a request for help, or an error.
+    /// Parses the command line. Prints the help if it was requested, or an error, and then ends the process.
     pub fn read<T: FromArgMatches>(&self) -> T {
         let matches = self.command.clone().try_get_matches_from(&self.words);
         match matches.and_then(|matches| T::from_arg_matches(&matches)) {
@@ -80,7 +81,7 @@ impl Program {
         }
     }
 
-    /// Prints the error and the next step: `advice`, or the help of the command if `is_usage`.
+    /// Prints an error and the next step: `advice`; without it, and if `is_usage`, how to get help.
     pub fn fail(&self, line: &str, advice: Option<&str>, is_usage: bool) {
         self.warn(line);
         if let Some(advice) = advice {
@@ -96,7 +97,7 @@ impl Program {
         warn!("{}: {line}", self.command.get_name());
     }
 
-    /// Returns the message for an invalid command line, with the usage of its command.
+    /// Returns the message for an invalid command line, with the usage of the subcommand.
     fn explain(&self, error: clap::Error) -> String {
         let path = self.path();
         let typed = path.join(" ");
@@ -117,14 +118,14 @@ impl Program {
         text.trim_end().replace("'--help'", &self.help(&path))
     }
 
-    /// Returns the command to type for the help of the subcommand at `path`.
+    /// Returns the command line that shows the help of the subcommand at `path`.
     fn help(&self, path: &[String]) -> String {
         let words = std::iter::once(self.command.get_name()).chain(path.iter().map(String::as_str));
         let words: Vec<_> = words.chain(["--help"]).collect();
         format!("'{}'", words.join(" "))
     }
 
-    /// Returns the subcommands at the start of the command line.
+    /// Returns the names of the subcommands at the start of the command line.
     fn path(&self) -> Vec<String> {
         let mut command = &self.command;
         let mut path = Vec::new();
@@ -139,7 +140,7 @@ impl Program {
     }
 }
 
-/// Returns `command` with a hint in its short help if there are more options, and long help that fits any terminal.
+/// Returns `command` with two changes: short help mentions options that it omits, and long help fits any terminal.
 fn with_hints(command: Command) -> Command {
     let hides = |command: &Command| {
         command
@@ -151,14 +152,14 @@ fn with_hints(command: Command) -> Command {
         command = command.long_about(paragraphs(&about));
     }
     if hides(&command) {
-        // Without its own ending, long help would also show the hint.
+        // An empty end for long help: clap would use that of short help, too.
         command = command.after_help(MORE).after_long_help("");
     }
     command
 }
 
-/// Returns `text` with one line per paragraph, which clap breaks at the width of the terminal. Examples, which are indented,
-/// stay unchanged.
+/// Returns `text` with one line per paragraph: clap then breaks each at the width of the terminal. Indented examples stay
+/// unchanged.
 fn paragraphs(text: &str) -> String {
     let join = |paragraph: &str| match paragraph.starts_with("  ") {
         true => paragraph.to_owned(),
@@ -168,8 +169,8 @@ fn paragraphs(text: &str) -> String {
     joined.join("\n\n")
 }
 
-/// Returns `command` with help that fits standard output, measured as for tables: clap ignores a terminal that reports no
-/// number of lines.
+/// Returns `command` with the help width of standard output, measured as for tables. clap's own measurement ignores a terminal
+/// that reports a width, but no height.
 fn fitted(command: Command) -> Command {
     match width::columns(rustix::stdio::stdout()) {
         Some(columns) => command.term_width(columns.min(WIDEST)),
@@ -177,14 +178,14 @@ fn fitted(command: Command) -> Command {
     }
 }
 
-/// Returns `command` whose help lists the subcommands `first`, in this order, and the others under a separate heading. clap's
-/// list hides them, so this is for help and parsing only, not for manual pages.
+/// Returns `command` with two lists of subcommands in its help: `first` in this order, then the others under a separate
+/// heading. clap's own list hides the others, so this is not for manual pages.
 fn grouped(command: Command, first: &[&str]) -> Command {
     let place = |name: &str| first.iter().position(|first| *first == name);
     let others = command
         .get_subcommands()
         .filter(|subcommand| place(subcommand.get_name()).is_none() && !subcommand.is_hide_set());
-    // clap has one heading for all subcommands of a command.
+    // clap supports only one heading for the subcommands, so the second list is rendered separately.
     let list = Command::new("others")
         .help_template("{subcommands}")
         .disable_help_subcommand(true)
@@ -203,7 +204,7 @@ fn grouped(command: Command, first: &[&str]) -> Command {
         ))
 }
 
-/// Returns why the typed command does not accept an option that others accept.
+/// Returns why the subcommand `typed` does not accept an option that other subcommands accept; `None` for other errors.
 fn not_taken(error: &clap::Error, typed: &str) -> Option<String> {
     let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else {
         return None;

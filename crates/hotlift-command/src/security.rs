@@ -1,4 +1,4 @@
-//! TLS from a command's options, and warnings about the certificates.
+//! Sets up TLS from a command's options, and prints warnings about the certificates.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use hotlift_terminal::output::warn;
 
 use crate::error::SharedError;
 
-/// Returns TLS to or from another Hotlift at `address`; see [`tls::of_options`].
+/// Returns the TLS settings for connections with another Hotlift at `address` (see [`tls::of_options`]); `None` without TLS.
 ///
 /// # Errors
-/// TLS cannot be set up, or the address is open to other hosts and TLS is not configured.
+/// If TLS cannot be set up, or if `address` is open to other hosts and TLS is not configured.
 pub fn tls(options: &TlsOptions, address: &Address) -> Result<Option<Arc<Tls>>, SharedError> {
     let tls = tls::of_options(options, &Limits::default(), address)?;
     if let Some(tls) = &tls {
@@ -70,10 +70,11 @@ pub enum Switch {
 }
 
 impl QemuTlsArgs {
-    /// Returns TLS to (`connects`) or from the QEMU of this host at `address`.
+    /// Returns the TLS settings for connections with the QEMU of this host at `address`; `None` without TLS. `connects` is true
+    /// if the relay connects to QEMU, false if QEMU connects.
     ///
     /// # Errors
-    /// As [`tls()`], or a flag that belongs to the other end of the connection.
+    /// As [`tls()`]. Also if a flag applies only to the other direction, or if `address` is on a network.
     pub fn tls(
         &self,
         options: &TlsOptions,
