@@ -2,7 +2,7 @@
 //!
 //! A virtual machine returns memory that was free for two seconds to its host (Linux' free page reporting). The next touch of
 //! that memory costs a VM exit. In such a machine the destination of method none took 0.5 to 1.8 CPU s/GiB, depending on the
-//! memory that other processes had just freed. Freeshly freed memory makes the measurements comparable.
+//! memory that other processes had just freed. So the preparation of a run touches memory, and the start of the run frees it.
 
 use std::path::Path;
 use std::time::Duration;

@@ -34,7 +34,7 @@ fn write_all(dir: &Path, command: &Command) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Returns `command` with the long help text of each option: a manual page contains only one text per option.
+/// Returns `command` with all options in its short help: a manual page has only one kind of help.
 fn in_full(command: Command) -> Command {
     command
         .mut_args(|arg| arg.hide_short_help(false))

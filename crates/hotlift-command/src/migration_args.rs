@@ -243,7 +243,7 @@ fn flag(option: &OptionInfo, role: Role) -> Arg {
         .help_heading(option.group.title())
         // Commands that only receive have no common options, so their short help shows all options.
         .hide_short_help(!option.group.is_in_short_help() && !role.only_receives());
-    // Options without an equal QEMU parameter accept the same values as switches of other commands.
+    // This option is a switch, since QEMU has no such parameter: without a value it means `on`.
     let arg = match option.name {
         "insecure" => arg
             .num_args(0..=1)

@@ -74,7 +74,7 @@ impl QemuTlsArgs {
     /// if the relay connects to QEMU, false if QEMU connects.
     ///
     /// # Errors
-    /// As [`tls()`]. Also if a flag applies only to the other direction, or if `address` is on a network.
+    /// As [`tls()`]. Also if a flag applies only to the other direction, or if `address` is on a network and not `insecure`.
     pub fn tls(
         &self,
         options: &TlsOptions,
@@ -133,7 +133,7 @@ fn help(name: &str) -> &'static str {
 }
 
 impl SecurityArgs {
-    /// Returns names and values of the equivalent migration options.
+    /// Returns names and values of the flags that were given, as migration options.
     #[must_use]
     pub fn given<'a>(&'a self) -> Vec<(&'static str, &'a str)> {
         let texts = [
@@ -146,14 +146,14 @@ impl SecurityArgs {
         texts.into_iter().filter_map(given).collect()
     }
 
-    /// Returns names and values as [`given`](Self::given), for commands that this one starts.
+    /// Returns the result of [`given`](Self::given) as owned text, for commands that this command starts.
     #[must_use]
     pub fn given_to_others(&self) -> Vec<(String, String)> {
         let owned = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
         self.given().into_iter().map(owned).collect()
     }
 
-    /// Calls [`tls()`] with these flags.
+    /// Returns the TLS settings of these flags for connections at `address`; see [`tls()`].
     ///
     /// # Errors
     /// As [`tls()`].
