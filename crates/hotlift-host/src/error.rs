@@ -1,4 +1,4 @@
-//! Errors of sampling memory and of measuring methods.
+//! Errors while sampling memory, and while measuring methods.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,10 +7,10 @@ use hotlift_mem::{FileError, MemError};
 use hotlift_methods::MethodError;
 use hotlift_qmp::QmpError;
 
-/// Error of sampling memory, or of a measurement.
+/// Error while sampling memory, or while measuring methods.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
-    /// A QMP socket does not answer.
+    /// The QMP socket does not answer.
     #[error("QEMU at the source")]
     Qmp(#[source] QmpError),
     /// The process does not exist.
@@ -19,7 +19,7 @@ pub enum HostError {
         /// Process id.
         pid: u32,
     },
-    /// The process belongs to another user.
+    /// This user may not read the memory of the process.
     #[error(
         "not allowed to read the memory of process {pid}: run this as root, or as its user with CAP_SYS_PTRACE"
     )]
@@ -35,7 +35,7 @@ pub enum HostError {
         /// Process id.
         pid: u32,
     },
-    /// Files of a process cannot be read.
+    /// A file of the process in `/proc` cannot be read.
     #[error("cannot read {} of process {pid}", path.display())]
     Process {
         /// Process id.
@@ -46,31 +46,31 @@ pub enum HostError {
         #[source]
         source: io::Error,
     },
-    /// An image, a folder, or a socket failed.
+    /// An image, a folder, or a socket cannot be opened or read.
     #[error(transparent)]
     File(#[from] FileError),
-    /// An image has no pages.
+    /// The image contains no complete page.
     #[error("{} has no page of {} bytes in it", path.display(), hotlift_mem::PAGE_SIZE)]
     Empty {
         /// Path of the image.
         path: PathBuf,
     },
-    /// A folder's files cannot be read.
+    /// The files of the folder cannot be read.
     #[error("cannot sample the folder")]
     Folder(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// Memory cannot be allocated.
     #[error("cannot allocate memory for the measurement")]
     Memory(#[from] MemError),
-    /// A codec failed.
+    /// A compression method failed.
     #[error("method {method} fails on this host")]
     Method {
-        /// Name of the method.
+        /// Name of the compression method.
         method: &'static str,
-        /// The codec's error.
+        /// Error of the encoder or decoder.
         #[source]
         source: MethodError,
     },
-    /// A QMP socket is not a UNIX socket, or its process is unknown.
+    /// The process at the other end of a QMP socket is unknown, or the address is not a UNIX socket.
     #[error(
         "cannot find the process behind the QMP socket {address}: give --pid with QEMU's process id"
     )]
@@ -78,19 +78,19 @@ pub enum HostError {
         /// Address of the socket.
         address: String,
     },
-    /// A QMP socket was created by a manager.
+    /// The process that created the QMP socket is not a QEMU, but perhaps its manager.
     #[error(
         "the QMP socket {address} was made by '{name}' (process {pid}), which is not a QEMU: give --pid with QEMU's process id"
     )]
     OtherPeer {
         /// Address of the socket.
         address: String,
-        /// Name of the process.
+        /// Name of the process that created the socket.
         name: String,
-        /// Process id.
+        /// Id of the process that created the socket.
         pid: u32,
     },
-    /// A thread panicked.
+    /// A measuring thread panicked.
     #[error("a measuring thread ended early: this is a bug of hotlift")]
     Thread,
 }

@@ -1,13 +1,13 @@
-//! Properties of a host, for the commands that choose by them or compare them.
+//! Detects the properties of a host, and measures compression methods on it, for commands that recommend or compare settings.
 //!
 //! | file | subject |
 //! |---|---|
 //! | `accel` | accelerators, and the missing parts of their setup |
-//! | `rules` | published rules for choosing among them |
-//! | `page_faults` | permission to load a guest's pages on access, and the missing settings |
-//! | `memory`, `qemu` | memory of a process, of the QEMU behind a QMP socket, of an image |
-//! | `sample` | random pages from it |
-//! | `measure` | every method with these pages |
+//! | `rules` | published rules that choose settings by the accelerators |
+//! | `page_faults` | permission to load a guest's pages on access; the settings that are missing for it |
+//! | `memory`, `qemu` | memory to sample: of a process, of the QEMU behind a QMP socket, of an image |
+//! | `sample` | random pages of that memory |
+//! | `measure` | measurement of every method with the sampled pages |
 
 #![forbid(unsafe_code)]
 

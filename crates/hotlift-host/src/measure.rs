@@ -1,8 +1,9 @@
-//! Measurement of the methods with a sample on this host: ratio, rate and CPU of each, in both directions.
+//! Measures the compression methods with a sample of memory on this host: ratio, rate and CPU time, for compression and
+//! decompression.
 //!
-//! One thread per core works at once, as channels do: cores may share hardware as hyperthreads, and other processes use them,
-//! too. All methods process a packet before the next one, beginning with another method each time, so that changes of the
-//! machine's speed affect all equally.
+//! One thread per core measures at the same time, as channels work. So the results include the effects of hyperthreads and of
+//! other processes. Each thread processes a packet with all methods before the next packet, and begins with another method each
+//! time. So changes of the machine's speed affect all methods equally.
 
 use std::sync::Barrier;
 use std::thread;
@@ -16,62 +17,62 @@ use serde::Serialize;
 use crate::error::HostError;
 use crate::sample::{PACKET, Packet, Sample};
 
-/// Levels to measure where a method has levels: the fastest, and levels that trade CPU for bytes at a rate that some link needs
-/// (bench/results/2026-11-22-codecs.txt). Other methods are measured at their default.
+/// Levels to measure, for methods not measured at their default level. These are the fastest level, and levels that save bytes
+/// for CPU time at a rate that some link needs (bench/results/2026-11-22-codecs.txt).
 const LEVELS: &[(&str, &[u8])] = &[("zstd", &[1, 3, 6])];
 
-/// Maximum duration of the measurement. All methods get the same packets, else ratios would not be comparable. 64 MiB take a
-/// core of a Cascade Lake Xeon 5 seconds.
+/// Maximum duration of the measurement. All methods get the same packets, since ratios of different packets are not comparable.
+/// For 64 MiB, a core of a Cascade Lake Xeon needs 5 seconds.
 const BUDGET: Duration = Duration::from_secs(10);
 
-/// Maximum number of measuring threads.
+/// Maximum number of threads that measure at the same time.
 const MAX_THREADS: usize = 16;
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
-/// Measurement of a method at a level on this host.
+/// Result of one method at one level on this host.
 #[derive(Debug, Clone, Serialize)]
 pub struct Measured {
     /// Name of the method.
     pub method: &'static str,
-    /// Level; `null` if it has none.
+    /// Compression level; `null` if the method has no levels.
     pub level: Option<u8>,
-    /// Name of the library or device.
+    /// Name of the library or device that compressed.
     pub done_by: String,
-    /// True on an accelerator.
+    /// True if an accelerator compressed, false if the CPU did.
     pub on_device: bool,
-    /// Bytes of the measured pages.
+    /// Size of the measured pages, in bytes.
     pub measured_bytes: usize,
-    /// Bytes of the pages divided by bytes of the payload.
+    /// Size of the pages divided by the size of the compressed payload.
     pub ratio: f64,
-    /// Cost of compression, with the private copy of the pages.
+    /// Cost of compression, including the private copy of the pages.
     pub compress: Cost,
-    /// Cost of decompression into existing memory.
+    /// Cost of decompression into memory that was touched before.
     pub decompress: Cost,
 }
 
-/// Cost of one direction of a method, by bytes of pages with content.
+/// Cost of compression or decompression, relative to the bytes of pages that are not zero.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Cost {
-    /// MB (10^6 bytes) per second of one thread, while one thread per core does the same. With a device, per second of elapsed
-    /// time; otherwise per second of the thread's CPU time.
+    /// Rate of one thread while one thread per core does the same, in MB (10^6 bytes) per second. The time is elapsed time for
+    /// a device, and CPU time of the thread otherwise.
     pub mb_per_s: f64,
-    /// Core seconds per GiB.
+    /// CPU time per GiB, in core seconds.
     pub core_s_per_gib: f64,
 }
 
-/// Returns the number of threads that measure a sample at once.
+/// Returns the number of threads that measure `sample` at the same time.
 #[must_use]
 pub fn threads(sample: &Sample) -> usize {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     cores.min(MAX_THREADS).min(sample.packets.len())
 }
 
-/// Measures every method on the sample's pages with content, in the order of the table; nothing if there are none. Method
-/// `none` does no work and is not measured.
+/// Measures every method with the pages of `sample` that are not zero. Returns the results in the order of the table of
+/// methods; none if the sample has no such pages. Does not measure the method `none`, which does no work.
 ///
 /// # Errors
-/// A method fails, or memory cannot be allocated.
+/// If a method fails, memory cannot be allocated, or a thread panics.
 pub fn measure(sample: &Sample, accelerators: bool) -> Result<Vec<Measured>, HostError> {
     let settings = settings();
     let threads = threads(sample);
@@ -116,12 +117,12 @@ fn settings() -> Vec<(&'static MethodInfo, Option<u8>)> {
     settings
 }
 
-/// Duration of work in seconds.
+/// Time that work took, in seconds.
 #[derive(Debug, Clone, Copy, Default)]
 struct Work {
-    /// CPU time of the thread.
+    /// CPU time of the thread, in seconds.
     cpu: f64,
-    /// Elapsed time: `cpu`, the wait for a device, and the wait for a core that others use.
+    /// Elapsed time, in seconds: the CPU time, the wait for a device, and the wait for a core that other threads use.
     thread: f64,
 }
 
@@ -133,7 +134,7 @@ impl Work {
         }
     }
 
-    /// Runs `work` and adds its time.
+    /// Runs `work`, and adds the time that it took.
     fn time<T>(&mut self, work: impl FnOnce() -> T) -> T {
         let (cpu, wall) = (thread_cpu_time(), Instant::now());
         let result = work();
@@ -153,7 +154,7 @@ impl Work {
     }
 }
 
-/// Sums of one method.
+/// Sums of one method's measurements over all packets.
 #[derive(Debug, Clone, Default)]
 struct Sums {
     bytes: usize,
@@ -190,7 +191,7 @@ impl Sums {
     }
 }
 
-/// Measures all methods with one thread's packets.
+/// Measures all methods with the packets of one thread.
 fn one_thread<'a>(
     packets: impl Iterator<Item = &'a Packet>,
     settings: &[(&'static MethodInfo, Option<u8>)],
@@ -207,7 +208,7 @@ fn one_thread<'a>(
         .map(|setting| Codec::new(setting, accelerator));
     let codecs = codecs.collect::<Result<Vec<_>, _>>();
     let target = RamBlock::new("target", PACKET, Backing::Private).map_err(HostError::Memory);
-    // Before the errors are returned: a failed thread must not leave the others waiting.
+    // Waits before errors are returned: a failed thread must not leave other threads waiting here.
     barrier.wait();
     let (mut codecs, mut buffers) = (codecs?, Buffers::new(target?));
     let begun = Instant::now();
@@ -223,7 +224,7 @@ fn one_thread<'a>(
     Ok(codecs.into_iter().map(|codec| codec.sums).collect())
 }
 
-/// Both directions of a method, and their sums.
+/// Encoder and decoder of one method, and the sums of their measurements.
 struct Codec {
     method: &'static str,
     encoder: Box<dyn Encode>,
@@ -231,7 +232,7 @@ struct Codec {
     sums: Sums,
 }
 
-/// Buffers of a packet. All methods of a thread share them, so that they are in the cache as for a channel.
+/// Buffers for one packet. All methods of a thread share these buffers, so they are in the cache, as those of a channel are.
 struct Buffers {
     private: Vec<u8>,
     payload: Vec<u8>,
@@ -271,7 +272,7 @@ impl Codec {
         })
     }
 
-    /// Compresses a packet, and decompresses it.
+    /// Compresses `packet`, decompresses the result, and adds the costs to the sums.
     fn pass(&mut self, packet: &Packet, buffers: &mut Buffers) -> Result<(), HostError> {
         let method = self.method;
         let failed = |source| HostError::Method { method, source };
@@ -283,7 +284,7 @@ impl Codec {
             encoder.encode(pages, payload)
         });
         encoded.map_err(failed)?;
-        // At the pages' original positions: some methods decode neighbours faster.
+        // Decompresses to the original positions of the pages: some methods decode adjacent pages faster.
         let target = &buffers.target;
         let runs = packet.runs.iter().map(|&(at, len)| target.run(at, len));
         let runs: Vec<GuestRun<'_>> = runs.collect::<Result<_, _>>()?;

@@ -1,4 +1,4 @@
-//! Memory to sample: of a process, or of an image.
+//! Memory that can be sampled: of a process, or of an image.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -11,31 +11,31 @@ use rustix::io::Errno;
 use super::error::HostError;
 use super::sample::{Memory, PACKET, PACKET_PAGES, Untouched};
 
-/// Mappings smaller than this share of the largest are not RAM: heaps, stacks, buffers.
+/// Divisor of the largest mapping's size: smaller mappings are no RAM, but heaps, stacks or buffers.
 const RAM_SHARE: u64 = 4;
 
-/// A writable mapping of a process.
+/// A writable memory mapping of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Mapping {
     start: u64,
     len: u64,
-    /// True if private and without a file: an empty page table entry means zero.
+    /// True for private memory without a file: an empty page table entry then means a zero page.
     anonymous: bool,
 }
 
-/// The largest mappings of a process.
+/// Memory of a process: its largest mappings.
 pub struct Process {
     pid: u32,
     name: String,
     mem: File,
-    /// `None` if it cannot be read: then all pages are read.
+    /// Page table entries of the process; `None` if they cannot be read. Then all pages are read.
     pagemap: Option<File>,
     mappings: Vec<Mapping>,
 }
 
 impl Process {
-    /// Opens the memory of a process: the mapping of `ram_bytes` if there is one. Other large mappings are then not RAM, such
-    /// as the translated code of a QEMU without KVM.
+    /// Opens the memory of the process `pid`. If a mapping has exactly `ram_bytes`, takes only this one: other large mappings
+    /// are not RAM, such as the translated code of a QEMU without KVM. Otherwise takes the largest mappings.
     pub fn open(pid: u32, ram_bytes: Option<u64>) -> Result<Self, HostError> {
         let folder = PathBuf::from(format!("/proc/{pid}"));
         let failed = |file: &str, source: io::Error| match source.kind() {
@@ -72,7 +72,8 @@ impl Process {
         })
     }
 
-    /// Returns the mapping of a packet, and the packet's offset in it.
+    /// Returns the mapping that contains the packet with this number, and the packet's offset in the mapping in bytes; `None`
+    /// past the end.
     fn find(&self, packet: u64) -> Option<(Mapping, u64)> {
         let mut packet = packet;
         for mapping in &self.mappings {
@@ -85,9 +86,9 @@ impl Process {
         None
     }
 
-    /// Returns for each page true if it was never touched.
+    /// Returns one flag for each page: true if the process never touched the page.
     fn untouched(&self, mapping: Mapping, start: u64, pages: usize) -> Untouched {
-        /// Set on empty entries of fresh mappings, so it carries no information.
+        /// Linux sets this bit also on empty entries of new mappings, so the bit shows nothing.
         const SOFT_DIRTY: u64 = 1 << 55;
         let mut untouched = [false; PACKET_PAGES];
         let mut entries = [0; PACKET_PAGES * 8];
@@ -131,7 +132,7 @@ impl Memory for Process {
             let at = start + (page * PAGE_SIZE) as u64;
             match self.mem.read_exact_at(bytes, at) {
                 Ok(()) => {}
-                // The process has unmapped it in the meantime, or has ended.
+                // The process has ended, or has unmapped this memory in the meantime.
                 Err(error)
                     if error.kind() == ErrorKind::UnexpectedEof
                         || error.raw_os_error() == Some(Errno::IO.raw_os_error()) =>
@@ -154,13 +155,13 @@ impl Memory for Process {
     }
 }
 
-/// Returns the name of a process.
+/// Returns the name of a process; `None` if the process does not exist.
 pub fn name_of(pid: u32) -> Option<String> {
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
     Some(name.trim_end().to_owned())
 }
 
-/// Returns the largest writable mapping in `/proc/PID/maps`, and those of similar size.
+/// Returns the largest writable mapping in `maps` (`/proc/PID/maps`), and other mappings of at least a quarter of its size.
 fn largest(maps: &str) -> Vec<Mapping> {
     let mut mappings: Vec<Mapping> = maps.lines().filter_map(mapping).collect();
     let most = mappings
@@ -187,7 +188,7 @@ fn mapping(line: &str) -> Option<Mapping> {
     })
 }
 
-/// File with raw memory, such as an image.
+/// A file with the content of memory, page by page.
 pub struct Image {
     path: PathBuf,
     name: String,
@@ -196,7 +197,7 @@ pub struct Image {
 }
 
 impl Image {
-    /// Opens the file.
+    /// Opens an image; an error if it has no complete page.
     pub fn open(path: &Path) -> Result<Self, HostError> {
         let failed = FileError::reading(path);
         let file = File::open(path).map_err(failed)?;

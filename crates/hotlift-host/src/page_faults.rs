@@ -1,4 +1,4 @@
-//! Permission of this user to load a guest's pages on access (userfaultfd), and the missing settings.
+//! Permission of this user to load a guest's pages on access (userfaultfd), and the settings that are missing for it.
 
 use std::io;
 
@@ -6,31 +6,31 @@ use hotlift_mem::{UserfaultSupport, probe_userfault};
 use rustix::io::Errno;
 use serde::Serialize;
 
-/// Setting for a user without permission.
+/// Setting that permits userfaultfd to a user.
 const GRANT: &str = "'setfacl -m u:USER:rw /dev/userfaultfd' for this user (Linux 6.1 and newer), or 'sysctl \
                      vm.unprivileged_userfaultfd=1' for all";
 
-/// Requirement of a kernel without userfaultfd.
+/// Requirement for a host whose kernel has no userfaultfd.
 const BUILD: &str = "a kernel with CONFIG_USERFAULTFD, and a container that allows its calls";
 
-/// Page fault features available to a process of this user.
+/// Features of userfaultfd that a process of this user can use.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PageFaults {
-    /// True if missing pages can be loaded, at least of private memory: postcopy and a lazy restore need it.
+    /// True if missing pages of private memory can be loaded on access: postcopy and a lazy restore need this.
     pub missing: bool,
-    /// The same for shared memory.
+    /// True if missing pages of shared memory can be loaded on access.
     pub missing_shared: bool,
-    /// True if faults on existing, unmapped pages of shared memory are reported.
+    /// True if the kernel reports accesses to pages of shared memory that exist, but are not mapped (minor faults).
     pub minor: bool,
-    /// True if first writes are reported.
+    /// True if the kernel reports the first write to a page.
     pub write_protect: bool,
-    /// The system's error if no feature is available.
+    /// Error of the system if no feature is available; `None` otherwise.
     pub reason: Option<String>,
-    /// Setting to change, if a feature is missing.
+    /// Setting that the operator should change; `None` if no feature is missing.
     pub set: Option<&'static str>,
 }
 
-/// Queries the kernel.
+/// Asks the kernel for the features of userfaultfd that this user can use.
 #[must_use]
 pub fn page_faults() -> PageFaults {
     PageFaults::of(probe_userfault())
@@ -62,7 +62,7 @@ impl PageFaults {
         }
     }
 
-    /// Returns a description.
+    /// Returns a description of the features for the operator.
     #[must_use]
     pub fn text(&self) -> String {
         if let (Some(reason), Some(set)) = (&self.reason, self.set) {

@@ -1,28 +1,28 @@
-//! Settings for each accelerator: published rules, and the method `auto` where there are none.
+//! Recommends settings for the accelerators of a host: published rules, and the method `auto` where no rule applies.
 
 use serde::Serialize;
 
 use crate::accel::Devices;
 
-/// docs/devel/migration/qatzip-compression.rst, "How To Choose Between QATzip and QPL".
+/// Source of the rules: docs/devel/migration/qatzip-compression.rst, "How To Choose Between QATzip and QPL".
 const QEMU: &str = "QEMU's documentation of qatzip";
 
-/// Setting and its condition.
+/// A recommended setting, with its condition.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Rule {
-    /// Setting as typed.
+    /// The setting, as typed on the command line.
     pub set: &'static str,
-    /// Condition: where the devices alone do not decide it, the operator must judge.
+    /// Condition of the setting. If the devices do not decide the condition, the operator must judge.
     pub when: &'static str,
-    /// Reason.
+    /// Reason for the setting.
     pub reason: &'static str,
-    /// Origin of the rule.
+    /// Publication that contains the rule.
     pub from: &'static str,
-    /// True if the devices meet the condition.
+    /// True if the devices meet the condition, as far as they decide it.
     pub applies: bool,
 }
 
-/// Returns all rules. Among those that set the method, the first whose condition holds decides.
+/// Returns all rules. If several rules set the method, the first one whose condition is true applies.
 #[must_use]
 pub fn rules(devices: &Devices) -> Vec<Rule> {
     let (has_iaa, has_qat) = (devices.iaa > 0, devices.qat > 0);
@@ -82,7 +82,7 @@ pub fn rules(devices: &Devices) -> Vec<Rule> {
 mod tests {
     use super::*;
 
-    /// Returns the settings of the rules that apply, each with the first word of its condition.
+    /// Returns the settings of the rules that apply to `devices`, each with the first word of its condition.
     fn spoken(devices: Devices) -> Vec<String> {
         let all = rules(&devices);
         let spoken = all.iter().filter(|rule| rule.applies);

@@ -1,4 +1,4 @@
-//! Random pages from memory, in batches of a packet: pages that are compressed together are neighbours.
+//! Samples random pages of memory, in packets of adjacent pages: a packet is compressed together, as in a migration.
 
 use std::collections::HashSet;
 
@@ -7,35 +7,35 @@ use serde::Serialize;
 
 use super::error::HostError;
 
-/// Pages of a packet (QEMU's `MULTIFD_PACKET_SIZE` of 512 KiB).
+/// Number of pages in a packet: 512 KiB, as QEMU's `MULTIFD_PACKET_SIZE`.
 pub const PACKET_PAGES: usize = 128;
 
-/// Bytes of a packet's pages.
+/// Size of a packet's pages, in bytes.
 pub const PACKET: usize = PACKET_PAGES * PAGE_SIZE;
 
-/// Maximum packets read per wanted packet, so that mostly zero memory also yields enough content.
+/// Maximum of packets read per wanted packet: it bounds the reading in memory that is mostly zero.
 const MAX_READS_PER_PACKET: u64 = 16;
 
-/// Memory to sample.
+/// Memory that can be sampled, packet by packet.
 pub trait Memory {
-    /// Returns a description for the operator.
+    /// Returns a description of the memory for the operator.
     fn name(&self) -> &str;
-    /// Returns its size in bytes.
+    /// Returns the size of the memory in bytes.
     fn bytes(&self) -> u64;
-    /// Reads a packet's pages into the empty `to`; returns the untouched pages, which are zero, or `None` if the memory is
-    /// gone. The last packet may be shorter.
+    /// Reads the pages of the packet with number `packet` into `to`, which must be empty. Returns which pages were never
+    /// touched; these read as zero. Returns `None` if the memory no longer exists. The last packet may be shorter.
     fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<Untouched>, HostError>;
 }
 
-/// For each page of a packet, true if it was never touched.
+/// One flag for each page of a packet: true if the page was never touched.
 pub type Untouched = [bool; PACKET_PAGES];
 
-/// The pages with content of a packet.
+/// The pages of a packet that are not zero.
 #[derive(Debug, Clone, Default)]
 pub struct Packet {
-    /// Content of the pages, concatenated.
+    /// Content of these pages, one after another.
     pub content: Vec<u8>,
-    /// Offset in the packet and length of each run of neighbours.
+    /// Runs of adjacent pages: offset in the packet and length of each, in bytes.
     pub runs: Vec<(usize, usize)>,
 }
 
@@ -49,29 +49,30 @@ impl Packet {
     }
 }
 
-/// Random sample of memory.
+/// A random sample of memory.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Sample {
-    /// Description of the memory.
+    /// Description of the sampled memory.
     pub memory: String,
-    /// Size of the whole memory in bytes.
+    /// Size of the whole memory, in bytes.
     pub memory_bytes: u64,
-    /// Pages read.
+    /// Number of pages read.
     pub pages: usize,
-    /// Untouched pages among them.
+    /// Number of pages read that were never touched.
     pub untouched: usize,
-    /// Touched zero pages among them.
+    /// Number of pages read that were touched, but are zero.
     pub zero: usize,
-    /// The other pages, per packet.
+    /// All other pages read, by packet.
     #[serde(skip)]
     pub packets: Vec<Packet>,
 }
 
 impl Sample {
-    /// Reads random packets until `limit` bytes of pages with content are found, rounded up to a packet, or all are read.
+    /// Reads random packets of `memory`. Stops after the packet that completes `limit` bytes of pages that are not zero. Also
+    /// stops after all packets, or after 16 times the packets of `limit`. `seed` determines the choice.
     ///
     /// # Errors
-    /// The memory cannot be read.
+    /// If the memory cannot be read.
     pub fn draw(memory: &dyn Memory, limit: u64, seed: u64) -> Result<Self, HostError> {
         let mut sample = Self {
             memory: memory.name().to_owned(),
@@ -94,7 +95,7 @@ impl Sample {
         Ok(sample)
     }
 
-    /// Counts a packet's pages and keeps those with content; returns the bytes of the latter.
+    /// Counts the pages of a packet, and stores those that are not zero; returns their size in bytes.
     fn keep(&mut self, pages: &[u8], untouched: &Untouched) -> usize {
         let mut packet = Packet::default();
         for (i, page) in pages.as_chunks::<PAGE_SIZE>().0.iter().enumerate() {
@@ -114,18 +115,18 @@ impl Sample {
         content
     }
 
-    /// Returns `pages` as a share of the pages read.
+    /// Returns `pages` divided by the number of pages read.
     pub fn share(&self, pages: usize) -> f64 {
         pages as f64 / self.pages.max(1) as f64
     }
 
-    /// Returns the bytes of the pages with content.
+    /// Returns the size of the sampled pages that are not zero, in bytes.
     pub fn content(&self) -> usize {
         self.packets.iter().map(|packet| packet.content.len()).sum()
     }
 }
 
-/// Returns at most `most` different numbers below `packets`, in random order; all of them if there are few more.
+/// Returns `most` different numbers below `packets`, in random order; all these numbers if they are fewer.
 fn order(packets: u64, most: u64, seed: u64) -> Vec<u64> {
     let mut noise = seed | 1;
     let mut below = |end: u64| {
@@ -180,7 +181,7 @@ mod tests {
         fn bytes(&self) -> u64 {
             (40 * PACKET) as u64
         }
-        /// A quarter of each packet is untouched, a quarter zero.
+        /// In each packet, a quarter of the pages is untouched, and a quarter is zero.
         fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<Untouched>, HostError> {
             to.resize(64 * PAGE_SIZE, 0);
             to.resize(128 * PAGE_SIZE, 7);

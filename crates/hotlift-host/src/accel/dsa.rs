@@ -1,4 +1,4 @@
-//! Intel DSA, which detects zero pages.
+//! Intel DSA (Data Streaming Accelerator), which detects zero pages.
 
 use hotlift_accel::idxd::DeviceKind;
 
@@ -7,17 +7,17 @@ use super::iaa::raw_io;
 use super::queues::{self, QueueRequirement};
 use super::{AccelError, Accelerator, Gap};
 
-/// Pages of a packet: one batch per packet.
+/// Pages of a multifd packet: each packet is one batch of descriptors.
 const BATCH: u32 = 128;
 
-/// Largest transfer of one descriptor, in bytes: a huge page.
+/// Largest transfer of one descriptor, in bytes: the size of a huge page.
 const TRANSFER: u64 = 2 << 20;
 
 pub fn detect(host: &Host) -> Result<Accelerator, AccelError> {
     let requirement = QueueRequirement {
         kind: DeviceKind::Dsa,
         dedicated_too: true,
-        // Faults are slow to handle: the CPU finishes the page instead.
+        // The device handles page faults slowly, so the CPU finishes such a page instead.
         block_on_fault: false,
         batch: Some(BATCH),
         transfer: TRANSFER,
@@ -25,7 +25,7 @@ pub fn detect(host: &Host) -> Result<Accelerator, AccelError> {
     let parts = queues::parts(host, &requirement)?;
     let mut gaps = Vec::new();
     if !parts.is_empty() {
-        // Without either instruction, descriptors go through the kernel, one system call per group.
+        // Without either of these instructions, the kernel submits the descriptors: one system call per group.
         let cpu = host.cpu();
         if !cpu.enqcmd && !cpu.movdir64b {
             let problem = "the CPU has neither ENQCMD nor MOVDIR64B: no batches";

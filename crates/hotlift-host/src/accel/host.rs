@@ -1,4 +1,4 @@
-//! The inspected host: its files, and this process's permissions on them.
+//! The host to inspect: files in `/sys`, `/dev` and `/proc`, and this process's permissions on them.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -10,31 +10,31 @@ use rustix::fs::{Access, AtFlags, CWD, accessat};
 use super::AccelError;
 use hotlift_mem::FileError;
 
-/// Capabilities, by their bit in `/proc/self/status` (`linux/capability.h`).
+/// Capability of a process, with its bit number in the sets of `/proc/self/status` (`linux/capability.h`).
 #[derive(Debug, Clone, Copy)]
 pub enum Capability {
-    /// Permission to open files against their mode.
+    /// Permission to open files regardless of their mode.
     DacOverride = 1,
-    /// Permission to lock memory without limit.
+    /// Permission to lock an unlimited amount of memory.
     IpcLock = 14,
-    /// Permission to map a work queue's portal.
+    /// Permission to map the portal of a work queue (the page to which descriptors are written).
     SysRawio = 17,
 }
 
-/// Permission to open a node for reading and writing.
+/// Result of a check: may this process open a device node for reading and writing?
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MayOpen {
     Yes,
     No,
-    /// The node does not exist.
+    /// The device node does not exist.
     Missing,
 }
 
-/// A host, or a copy of its `/sys`, `/dev` and `/proc` in a folder.
+/// This host, or a folder with copies of the `/sys`, `/dev` and `/proc` of any host.
 #[derive(Debug)]
 pub struct Host {
     root: PathBuf,
-    /// True for this host, false for a copy.
+    /// True for this host, false for copied files.
     live: bool,
     status: String,
 }
@@ -52,7 +52,7 @@ impl Host {
         Ok(host)
     }
 
-    /// Returns true for this host, whose libraries can be tried; false for a copy of a host's files.
+    /// Returns true for this host, where libraries can be tried; false for copied files of a host.
     pub fn is_live(&self) -> bool {
         self.live
     }
@@ -61,12 +61,12 @@ impl Host {
         &self.root
     }
 
-    /// Returns the local path of the host's `path`.
+    /// Returns the path on this machine of the inspected host's `path`.
     pub fn at(&self, path: &str) -> PathBuf {
         self.root.join(path.trim_start_matches('/'))
     }
 
-    /// Returns the host's name of a local path.
+    /// Returns the path on the inspected host of `path` on this machine.
     pub fn name_of(&self, path: &Path) -> String {
         let inside = path.strip_prefix(&self.root).unwrap_or(path);
         Path::new("/").join(inside).display().to_string()
@@ -76,24 +76,24 @@ impl Host {
         self.at(path).exists()
     }
 
-    /// Returns the text of a file without its line end; `None` if it cannot be read.
+    /// Returns the text of the file `path` without its line end; `None` if it cannot be read.
     pub fn read(&self, path: &str) -> Option<String> {
         let text = fs::read_to_string(self.at(path)).ok()?;
         Some(text.trim_end().to_owned())
     }
 
-    /// Returns the number in a file.
+    /// Returns the decimal number in the file `path`; `None` if it has none.
     pub fn number(&self, path: &str) -> Option<u64> {
         self.read(path)?.parse().ok()
     }
 
-    /// Returns the last part of a link's target.
+    /// Returns the last part of the target of the symbolic link `path`; `None` if it cannot be read.
     pub fn link(&self, path: &str) -> Option<String> {
         let target = fs::read_link(self.at(path)).ok()?;
         Some(target.file_name()?.to_str()?.to_owned())
     }
 
-    /// Returns the names in a folder, sorted.
+    /// Returns the sorted names of the files in the folder `path`; none if it cannot be read.
     pub fn names(&self, path: &str) -> Vec<String> {
         let entries = fs::read_dir(self.at(path)).into_iter().flatten().flatten();
         let mut names: Vec<_> = entries
@@ -103,7 +103,8 @@ impl Host {
         names
     }
 
-    /// Returns this process's permission to open a node, without opening it: opening affects some devices.
+    /// Checks if this process may open the device node `path` for reading and writing. Does not open the node, as this affects
+    /// some devices.
     pub fn may_open(&self, path: &str) -> MayOpen {
         let at = self.at(path);
         let Ok(metadata) = fs::metadata(&at) else {
@@ -113,7 +114,7 @@ impl Host {
             let both = Access::READ_OK | Access::WRITE_OK;
             accessat(CWD, &at, both, AtFlags::EACCESS).is_ok()
         } else {
-            // For a copy: from the copied modes.
+            // Copied files: computed from their modes.
             let shift = match () {
                 () if self.ids("Uid").get(1) == Some(&metadata.uid()) => 6,
                 () if self.groups().contains(&metadata.gid()) => 3,
@@ -124,14 +125,14 @@ impl Host {
         if may { MayOpen::Yes } else { MayOpen::No }
     }
 
-    /// Returns true if this process has a capability.
+    /// Returns true if this process has `capability` in its effective set.
     pub fn has(&self, capability: Capability) -> bool {
         let set = self.status_line("CapEff").unwrap_or_default();
         let bits = u64::from_str_radix(set, 16).unwrap_or(0);
         bits >> (capability as u32) & 1 == 1
     }
 
-    /// Returns the bytes of memory that this process may lock; `None` if unlimited.
+    /// Returns the limit of memory that this process may lock, in bytes; `None` if unlimited or unknown.
     pub fn memory_lock_limit(&self) -> Option<u64> {
         if self.has(Capability::IpcLock) {
             return None;
@@ -143,19 +144,19 @@ impl Host {
         line.split_whitespace().next()?.parse().ok()
     }
 
-    /// Returns this process's user.
+    /// Returns the name of this process's effective user.
     pub fn user(&self) -> String {
         let uid = self.ids("Uid").get(1).copied().unwrap_or(0);
         self.name_in("/etc/passwd", uid)
     }
 
-    /// Returns this process's primary group.
+    /// Returns the name of this process's effective group.
     pub fn group(&self) -> String {
         let gid = self.ids("Gid").get(1).copied().unwrap_or(0);
         self.name_in("/etc/group", gid)
     }
 
-    /// Returns the CPU's features, from CPUID or from the copied flags.
+    /// Returns the features of the CPU: from CPUID, or from the copied `/proc/cpuinfo`.
     pub fn cpu(&self) -> CpuFeatures {
         if self.live {
             CpuFeatures::of_this_cpu()
@@ -164,7 +165,7 @@ impl Host {
         }
     }
 
-    /// Returns true if the kernel was started with all of these, as in `intel_iommu=on,sm_on`.
+    /// Returns true if the kernel's command line has all values of `option`, as in `intel_iommu=on,sm_on`.
     pub fn kernel_has_option(&self, option: &str) -> bool {
         let cmdline = self.read("/proc/cmdline").unwrap_or_default();
         let (name, values) = option.split_once('=').unwrap_or((option, ""));
@@ -195,7 +196,7 @@ impl Host {
             .map(str::trim)
     }
 
-    /// Returns the name of a number in `/etc/passwd` or `/etc/group`, or the number.
+    /// Returns the name that `file` (`/etc/passwd` or `/etc/group`) has for `id`; the number as text if it has none.
     fn name_in(&self, file: &str, id: u32) -> String {
         let text = self.read(file).unwrap_or_default();
         let number = id.to_string();
@@ -207,7 +208,7 @@ impl Host {
     }
 }
 
-/// Returns the commands that add an option to the kernel's command line on Debian.
+/// Returns shell commands that add `option` to the kernel's command line on Debian, and restart the host.
 pub fn add_kernel_option(option: &str) -> [String; 2] {
     [
         format!("sed -i 's/^GRUB_CMDLINE_LINUX=\"/&{option} /' /etc/default/grub"),

@@ -1,4 +1,4 @@
-//! Intel IAA, for method `qpl`.
+//! Intel IAA (In-Memory Analytics Accelerator), which compresses for the method `qpl`.
 
 use hotlift_accel::idxd::DeviceKind;
 use hotlift_mem::PAGE_SIZE;
@@ -8,14 +8,14 @@ use super::libraries::Library;
 use super::queues::{self, QueueRequirement};
 use super::{AccelError, Accelerator, Gap};
 
-/// A page in each direction, with room for libqpl's own tables.
+/// Largest transfer of one descriptor, in bytes: a page in each direction, and libqpl's own tables.
 const TRANSFER: u64 = 16 * PAGE_SIZE as u64;
 
 pub fn detect(host: &Host) -> Result<Accelerator, AccelError> {
     let requirement = QueueRequirement {
         kind: DeviceKind::Iaa,
         dedicated_too: false,
-        // The device waits for a missing page; without this, libqpl touches the page and retries.
+        // The device itself waits for a missing page. Without this setting, libqpl touches the page and retries.
         block_on_fault: true,
         batch: None,
         transfer: TRANSFER,
@@ -25,7 +25,7 @@ pub fn detect(host: &Host) -> Result<Accelerator, AccelError> {
     let mut gaps = Vec::new();
     if !parts.is_empty() {
         gaps.extend(submission(host));
-        // Packaged from Debian 14 on; elsewhere from github.com/intel/qpl.
+        // Package of Debian 14 and later; elsewhere built from github.com/intel/qpl.
         gaps.extend(
             library
                 .as_ref()
@@ -41,18 +41,19 @@ pub fn detect(host: &Host) -> Result<Accelerator, AccelError> {
     ))
 }
 
-/// Returns the gaps for submission through a mapped portal, the only way that libqpl has on all kernels.
+/// Returns what is missing to submit work through a mapped portal. libqpl has no other way that works on all kernels.
 fn submission(host: &Host) -> Vec<Gap> {
     let mut gaps = Vec::new();
     if !host.cpu().enqcmd {
-        // Hidden by a hypervisor, or by a kernel without scalable mode.
+        // A hypervisor hides this instruction, or a kernel without scalable mode.
         gaps.push(Gap::new::<String>("the CPU has no ENQCMD", []));
     }
     gaps.extend(raw_io(host));
     gaps
 }
 
-/// Returns the gap without CAP_SYS_RAWIO: kernels since May 2024 require it for portals of present devices (INTEL-SA-01084).
+/// Returns the gap (missing setup) if this process lacks CAP_SYS_RAWIO; `None` otherwise. Kernels since May 2024 require this
+/// capability to map portals of some devices (INTEL-SA-01084).
 pub fn raw_io(host: &Host) -> Option<Gap> {
     if host.has(Capability::SysRawio) {
         return None;

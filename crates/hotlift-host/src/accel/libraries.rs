@@ -1,4 +1,4 @@
-//! The vendors' libraries of the methods.
+//! The libraries of the accelerators' vendors, which compression methods use.
 
 use std::ffi::OsStr;
 
@@ -10,23 +10,24 @@ use serde::Serialize;
 use super::Gap;
 use super::host::Host;
 
-/// A vendor's library.
+/// A library of an accelerator's vendor, with the result of a test.
 #[derive(Debug, Serialize)]
 pub struct Library {
-    /// Soname.
+    /// Soname of the library, as in `libqpl.so.1`.
     soname: &'static str,
-    /// Environment variable that names another file.
+    /// Environment variable that can name another file.
     variable: &'static str,
-    /// The opened file; `null` if none could be opened, or none was tried.
+    /// Path of the opened library; `null` if it was not opened.
     file: Option<String>,
-    /// Name and version found, as in "libqpl 1.9.0".
+    /// Name and version of a working library, as in "libqpl 1.9.0"; `null` if it does not work, or was not tried.
     found: Option<String>,
-    /// Reason why it cannot be used.
+    /// Reason why the library cannot be used; `null` if it works, or was not tried.
     problem: Option<String>,
 }
 
 impl Library {
-    /// Tries the library of a method, unless the host is a copy; `None` if the method has none.
+    /// Tests the library of the method `name`; does not test it on copied files of a host. Returns `None` if the method has no
+    /// library.
     pub fn of(host: &Host, name: &str) -> Option<Self> {
         let hardware = HARDWARE.iter().find(|one| one.method == name)?;
         let tried = host.is_live().then(|| hardware.probe());
@@ -45,7 +46,7 @@ impl Library {
         })
     }
 
-    /// Returns true if it works with a device; `None` if it was not tried.
+    /// Returns true if the library works with a device or its emulation; `None` if it was not tried.
     pub fn works(&self) -> Option<bool> {
         match (&self.found, &self.problem) {
             (None, None) => None,
@@ -53,7 +54,7 @@ impl Library {
         }
     }
 
-    /// Returns its name and the result of the test in one line.
+    /// Returns one line with the name of the library and the result of the test.
     pub fn line(&self) -> String {
         let file = self.file.as_deref().unwrap_or(self.soname);
         match (&self.found, &self.problem) {
@@ -63,21 +64,22 @@ impl Library {
         }
     }
 
-    /// Returns the missing part; the commands `install` install it.
+    /// Returns the gap (missing setup) if the library cannot be used; `None` otherwise. `install` are commands that install the
+    /// library.
     pub fn gap(&self, install: &[&str]) -> Option<Gap> {
         let problem = self.problem.as_ref()?;
-        // Installation does not repair an existing library.
+        // An installed library that does not work is not repaired by an installation.
         let commands = if self.file.is_some() { &[] } else { install };
         Some(Gap::new(problem, commands.iter().copied()))
     }
 }
 
-/// Returns the file of the opened library. The loader searches many folders, so the path is read from the process's mappings.
+/// Returns the path of the opened library. The loader searches many folders, so the path is read from the process's mappings.
 fn file_of(host: &Host, hardware: &Hardware) -> Option<String> {
     let given = environment::variable(hardware.variable);
     let given = given.as_deref().and_then(OsStr::to_str);
     let wanted = given.unwrap_or(hardware.library).rsplit('/').next()?;
-    // The soname is a link to a file with a longer version: libqpl.so.1 to libqpl.so.1.9.0.
+    // The soname is a link to a file with a longer version, as from libqpl.so.1 to libqpl.so.1.9.0.
     let stem = wanted.split(".so").next()?;
     let maps = host.read("/proc/self/maps")?;
     let files = maps

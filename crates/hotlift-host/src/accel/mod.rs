@@ -1,10 +1,10 @@
-//! The accelerators of this host, and the missing parts of their setup.
+//! Detects the accelerators of a host, and what is missing to use them.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `host` | the inspected host: its files, the permissions of this process |
+//! | `host` | the host to inspect: its files, and the permissions of this process |
 //! | `pci` | PCI devices |
-//! | `queues` | work queues of idxd, common to IAA and DSA |
+//! | `queues` | work queues of the kernel driver idxd, which IAA and DSA share |
 //! | `iaa`, `dsa`, `qat`, `uadk` | one accelerator each |
 //! | `libraries` | the vendors' libraries |
 
@@ -27,44 +27,44 @@ use serde::Serialize;
 use host::Host;
 pub use libraries::Library;
 
-/// Error of inspecting a host.
+/// Error while inspecting a host.
 #[derive(Debug, thiserror::Error)]
 pub enum AccelError {
-    /// The host's files cannot be read.
+    /// The host's folder cannot be read.
     #[error(transparent)]
     Look(#[from] FileError),
-    /// Files of the driver idxd cannot be read.
+    /// Files of the kernel driver idxd cannot be read.
     #[error("unexpected content in the files of the driver idxd")]
     Idxd(#[from] SysfsError),
 }
 
-/// Devices, the input of the [rules](crate::rules) of choosing.
+/// Usable devices of a host: the input of the [rules](crate::rules) that choose settings.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Devices {
-    /// Number of IAA devices.
+    /// Number of usable IAA devices.
     pub iaa: usize,
-    /// Number of QAT devices.
+    /// Number of usable QAT devices.
     pub qat: usize,
-    /// True if DSA can be used.
+    /// True if a DSA device can be used.
     pub dsa: bool,
-    /// True if devices share the address space of processes (SVM).
+    /// True if a device of idxd uses the addresses of processes (shared virtual memory, SVM).
     pub shared_virtual_memory: bool,
 }
 
-/// One kind of accelerator.
+/// A kind of accelerator, with all its devices on a host.
 #[derive(Debug, Serialize)]
 pub struct Accelerator {
-    /// Name, as in "Intel IAA".
+    /// Name of the kind, as in "Intel IAA".
     pub name: &'static str,
-    /// Use of the accelerator in Hotlift.
+    /// Hotlift's use of the accelerator, as in "method qpl".
     pub serves: &'static str,
     /// True if Hotlift can use it now.
     pub usable: bool,
-    /// The vendor's library; `null` if none is needed.
+    /// Library of the vendor; `null` if none is needed.
     pub library: Option<Library>,
-    /// Devices and queues.
+    /// Devices of this kind, and their queues.
     pub parts: Vec<Part>,
-    /// Missing parts apart from the devices.
+    /// Missing setup that does not belong to a device or queue.
     pub gaps: Vec<Gap>,
 }
 
@@ -73,27 +73,27 @@ pub struct Accelerator {
 pub struct Part {
     /// Name, as in `iax1/wq1.0`.
     pub name: String,
-    /// Short description.
+    /// Short description of the device or queue.
     pub what: String,
-    /// True if this part can be used now.
+    /// True if Hotlift can use this device or queue now.
     pub usable: bool,
-    /// Missing setup of this part.
+    /// Missing setup of this device or queue.
     pub gaps: Vec<Gap>,
 }
 
-/// Missing setup, or setup that reduces performance.
+/// A gap: setup that is missing, or that reduces performance.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Gap {
     /// Description of the problem.
     pub problem: String,
-    /// True if it prevents the use of the accelerator.
+    /// True if the gap prevents the use of the accelerator.
     pub blocks: bool,
-    /// Commands that an operator runs as root.
+    /// Shell commands that close the gap, for an operator who is root.
     pub commands: Vec<String>,
 }
 
 impl Gap {
-    /// Creates a gap that prevents the use, with the commands that close it.
+    /// Creates a gap that prevents the use of the accelerator; `commands` close it.
     fn new<S: Into<String>>(
         problem: impl Into<String>,
         commands: impl IntoIterator<Item = S>,
@@ -105,7 +105,7 @@ impl Gap {
         }
     }
 
-    /// Turns it into a gap that does not prevent the use.
+    /// Returns the gap as one that does not prevent the use of the accelerator.
     fn minor(self) -> Self {
         Self {
             blocks: false,
@@ -134,7 +134,7 @@ impl Accelerator {
         gaps: Vec<Gap>,
     ) -> Self {
         let here = parts.iter().any(|part| part.usable) && !gaps.iter().any(|gap| gap.blocks);
-        // The library has tried the device or its emulation, so its result is decisive.
+        // The library has tried a device or the emulation, so this result has precedence over the files.
         let usable = match library.as_ref().and_then(Library::works) {
             Some(works) => works,
             None => here,
@@ -149,20 +149,20 @@ impl Accelerator {
         }
     }
 
-    /// Returns true if the host has any part of it.
+    /// Returns true if the host has a device of this kind, or its emulation works.
     pub fn is_there(&self) -> bool {
         !self.parts.is_empty() || self.usable
     }
 }
 
-/// Returns the usable devices of the host whose `/sys`, `/dev` and `/proc` are in `root`.
+/// Returns the usable devices of a host. The folder `root` contains the host's `/sys`, `/dev` and `/proc`.
 ///
 /// # Errors
-/// The host cannot be inspected.
+/// If the host cannot be inspected.
 pub fn devices(root: &Path) -> Result<Devices, AccelError> {
     let host = Host::new(root)?;
     let idxd = hotlift_accel::idxd::devices(host.root())?;
-    // A queue's name contains its device: iax1/wq1.0.
+    // The name of a queue begins with that of its device: iax1/wq1.0.
     let usable = |accelerator: &Accelerator| -> usize {
         let parts = accelerator.parts.iter().filter(|part| part.usable);
         let names: BTreeSet<_> = parts
@@ -182,10 +182,10 @@ pub fn devices(root: &Path) -> Result<Devices, AccelError> {
     })
 }
 
-/// Returns true if a device of this host can serve this method.
+/// Returns true if a device of this host can be used for `method`.
 ///
 /// # Errors
-/// The host cannot be inspected.
+/// If the host cannot be inspected.
 pub fn serves(method: &str) -> Result<bool, AccelError> {
     let host = Host::new(Path::new("/"))?;
     Ok(match method {
@@ -196,10 +196,11 @@ pub fn serves(method: &str) -> Result<bool, AccelError> {
     })
 }
 
-/// Returns all accelerators of the host whose `/sys`, `/dev` and `/proc` are in `root`.
+/// Returns all kinds of accelerators, each with its devices on a host. The folder `root` contains the host's `/sys`, `/dev` and
+/// `/proc`.
 ///
 /// # Errors
-/// The host cannot be inspected.
+/// If the host cannot be inspected.
 pub fn accelerators(root: &Path) -> Result<[Accelerator; 4], AccelError> {
     let host = Host::new(root)?;
     Ok([

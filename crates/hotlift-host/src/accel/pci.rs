@@ -1,21 +1,21 @@
-//! PCI devices, as far as the drivers of accelerators need them.
+//! PCI devices of accelerators, from sysfs.
 
 use super::host::Host;
 
-/// A PCI function.
+/// A PCI function, physical or virtual.
 #[derive(Debug, Clone)]
 pub struct Function {
-    /// Address, as in `0000:6b:00.0`.
+    /// PCI address, as in `0000:6b:00.0`.
     pub address: String,
-    /// Vendor and device id.
+    /// Vendor id and device id.
     pub id: (u16, u16),
-    /// The bound driver.
+    /// Driver bound to the function; `None` if there is none.
     pub driver: Option<String>,
-    /// NUMA node; `None` if the host has only one.
+    /// NUMA node of the function; `None` if the host has only one node.
     pub numa_node: Option<u64>,
-    /// IOMMU group, the name of its node in `/dev/vfio`; `None` without an IOMMU.
+    /// IOMMU group: the name of its node in `/dev/vfio`. `None` without an IOMMU.
     pub iommu_group: Option<String>,
-    /// Address of the physical function of a virtual one.
+    /// PCI address of the physical function, for a virtual one; `None` for a physical function.
     pub physical: Option<String>,
 }
 
@@ -25,13 +25,13 @@ impl Function {
         folder(&self.address)
     }
 
-    /// Returns "NUMA node 0", or nothing.
+    /// Returns text such as "NUMA node 0"; `None` if the node is unknown.
     pub fn place(&self) -> Option<String> {
         self.numa_node.map(|node| format!("NUMA node {node}"))
     }
 }
 
-/// Returns all functions with one of these ids.
+/// Returns all PCI functions of the host whose vendor and device id are in `ids`.
 pub fn functions(host: &Host, ids: &[(u16, u16)]) -> Vec<Function> {
     let addresses = host.names("/sys/bus/pci/devices").into_iter();
     addresses
@@ -58,7 +58,7 @@ fn folder(address: &str) -> String {
     format!("/sys/bus/pci/devices/{address}")
 }
 
-/// Returns the commands that bind a function to a module's driver, from any other one.
+/// Returns shell commands that bind `function` to `driver` of the kernel module `module`, also if another driver has it.
 pub fn give_to(module: &str, driver: &str, function: &Function) -> Vec<String> {
     let folder = function.folder();
     let address = &function.address;

@@ -1,15 +1,15 @@
-//! Intel QAT, for method `qatzip`.
+//! Intel QAT (QuickAssist Technology), which compresses for the method `qatzip`.
 //!
-//! The kernel's driver has the physical function (PF). QATlib's service creates virtual ones (VFs), binds them to vfio-pci and
-//! distributes them; libqatzip uses that service.
+//! The kernel's driver controls the physical function (PF). The service of QATlib creates virtual functions (VFs), binds them
+//! to the driver vfio-pci, and assigns them to programs. The library libqatzip uses this service.
 
 use super::host::{Host, MayOpen, add_kernel_option};
 use super::libraries::Library;
 use super::pci::{self, Function};
 use super::{Accelerator, Gap, Part};
 
-/// Device ids of the generations that Linux's drivers and QATlib support: PF, VF, and the PF's driver, whose module is `qat_`
-/// plus that name.
+/// Device ids of the QAT generations that both Linux and QATlib support: of the PF, and of the VF. Third, the PF's driver; the
+/// name of its kernel module is `qat_` and this name.
 const MODELS: &[(u16, u16, &str)] = &[
     (0x4940, 0x4941, "4xxx"),
     (0x4942, 0x4943, "4xxx"),
@@ -19,15 +19,16 @@ const MODELS: &[(u16, u16, &str)] = &[
 
 const INTEL: u16 = 0x8086;
 
-/// Socket of QATlib's service, which distributes VFs.
+/// Socket of QATlib's service, which assigns VFs to programs.
 const SERVICE_SOCKET: &str = "/run/qat/qatmgr.sock";
 
-/// Group of the users that may use QATlib's VFs.
+/// Group of users that may use the VFs of QATlib's service.
 const GROUP: &str = "qat";
 
 const START_SERVICE: &str = "systemctl enable --now qat";
 
-/// Locked memory for eight channels and a reserve. QEMU's authors measured 10 to 20 MB for 2 to 8 channels on one PF.
+/// Required limit of locked memory, in bytes: enough for eight channels, with a reserve. QEMU's authors measured 10 to 20 MB
+/// for 2 to 8 channels on one PF.
 const MEMORY_LOCK: u64 = 64 << 20;
 
 pub fn detect(host: &Host) -> Accelerator {
@@ -44,7 +45,7 @@ pub fn detect(host: &Host) -> Accelerator {
             physical_part(host, pf, &vfs)
         })
         .collect();
-    // A VM sees only VFs.
+    // In a VM only VFs are visible.
     let alone = virtual_ones.iter().filter(|vf| vf.physical.is_none());
     parts.extend(alone.map(|vf| {
         let place = vf.place().into_iter();
@@ -63,7 +64,7 @@ pub fn detect(host: &Host) -> Accelerator {
     if !parts.is_empty() {
         gaps.extend(service(host));
         gaps.extend(memory_lock(host));
-        // Packaged from Debian 13 on.
+        // Package of Debian 13 and later.
         gaps.extend(
             library
                 .as_ref()
@@ -91,7 +92,8 @@ fn physical_part(host: &Host, pf: &Function, vfs: &[&Function]) -> Part {
     Part::new(&pf.address, words.join(", "), gaps.into_iter().collect())
 }
 
-/// Returns the first missing part, in the order of the setup.
+/// Returns the first gap (missing setup) of a physical function, in the order in which an operator sets it up; `None` if
+/// nothing is missing.
 fn physical_gap(
     host: &Host,
     pf: &Function,
@@ -168,7 +170,7 @@ fn openable(host: &Host, node: &str) -> Option<Gap> {
         MayOpen::Missing => return Some(Gap::new(format!("{node} is missing"), [START_SERVICE])),
         MayOpen::No => format!("{node} may not be opened by {}", host.user()),
     };
-    // Takes effect at the next login.
+    // The command takes effect at the next login.
     Some(Gap::new(
         problem,
         [format!("usermod -aG {GROUP} {}", host.user())],
@@ -188,7 +190,7 @@ fn memory_lock(host: &Host) -> Option<Gap> {
         .memory_lock_limit()
         .filter(|limit| *limit < MEMORY_LOCK)?;
     let problem = format!("only {} MiB of memory may be locked", limit >> 20);
-    // Sets the limit of the shell, as root or within its hard limit; /etc/security/limits.conf makes it permanent.
+    // The command sets the limit of the shell, as root or up to its hard limit. /etc/security/limits.conf makes it permanent.
     Some(Gap::new(
         problem,
         [format!("ulimit -l {}", MEMORY_LOCK >> 10)],

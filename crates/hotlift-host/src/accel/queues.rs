@@ -1,4 +1,4 @@
-//! Work queues of idxd, common to IAA and DSA.
+//! Work queues of the kernel driver idxd, which IAA and DSA share.
 
 use hotlift_accel::idxd::{Device, DeviceKind, Mode, State, WorkQueue, devices};
 
@@ -6,8 +6,8 @@ use super::host::{Host, MayOpen, add_kernel_option};
 use super::pci::{self, Function};
 use super::{AccelError, Gap, Part};
 
-/// Devices that Linux's idxd supports: id and kind. (Sapphire to Granite Rapids share the first two; the others are Granite
-/// Rapids D and Diamond Rapids.)
+/// Device ids that Linux's idxd supports, with the kind of each. The first two are those of Sapphire Rapids to Granite Rapids;
+/// the others are Granite Rapids D and Diamond Rapids.
 const PCI_IDS: &[(u16, DeviceKind)] = &[
     (0x0b25, DeviceKind::Dsa),
     (0x11fb, DeviceKind::Dsa),
@@ -18,30 +18,30 @@ const PCI_IDS: &[(u16, DeviceKind)] = &[
 
 const INTEL: u16 = 0x8086;
 
-/// Shared virtual memory: without it, no queue of type user can be enabled.
+/// Kernel option for shared virtual memory. Without it, no queue of the type `user` can be enabled.
 const SCALABLE_MODE: &str = "intel_iommu=on,sm_on";
 
-/// Queue setup that Hotlift requires for one kind of device.
+/// Setup of a work queue that Hotlift requires, for one kind of device.
 pub struct QueueRequirement {
     pub kind: DeviceKind,
-    /// True if a dedicated queue also works.
+    /// True if a dedicated queue (for one process) can also be used; false if only shared queues can.
     pub dedicated_too: bool,
-    /// `block_on_fault`.
+    /// Required value of the attribute `block_on_fault`: true if the device waits for a missing page.
     pub block_on_fault: bool,
-    /// Maximum descriptors of a batch; `None` if the device has no batches.
+    /// Required maximum of descriptors in a batch; `None` if the device has no batches.
     pub batch: Option<u32>,
-    /// Maximum bytes of a descriptor.
+    /// Required maximum of bytes per descriptor.
     pub transfer: u64,
 }
 
-/// Returns all devices of a kind, and their configured queues.
+/// Returns all devices of the required kind and their configured queues, each with its missing setup.
 pub fn parts(host: &Host, requirement: &QueueRequirement) -> Result<Vec<Part>, AccelError> {
     let all = devices(host.root())?;
     let mut parts = Vec::new();
     for device in all.iter().filter(|device| device.kind == requirement.kind) {
         device_parts(host, requirement, device, &mut parts);
     }
-    // A device without a driver appears only on its bus.
+    // A device without the driver idxd appears only on the PCI bus.
     let ids: Vec<_> = PCI_IDS
         .iter()
         .filter(|(_, kind)| *kind == requirement.kind)
@@ -79,7 +79,7 @@ fn device_parts(
     let mut gaps = Vec::new();
     if device.pasid_enabled == Some(false) {
         let commands = match host.kernel_has_option(SCALABLE_MODE) {
-            // The firmware or the hypervisor must enable VT-d.
+            // No command helps: the firmware or the hypervisor must enable VT-d.
             true => Vec::new(),
             false => add_kernel_option(SCALABLE_MODE).to_vec(),
         };
@@ -102,7 +102,7 @@ fn device_parts(
         let problem = format!("{} has no work queue", device.name);
         gaps.push(Gap::new(problem, new_queue(device, requirement)));
     }
-    // Pages go to the queues of a device, never to the device itself. A queue lacks what its device lacks.
+    // Programs use only queues, never the device itself. What the device lacks, its queues lack, too.
     let missing = gaps.clone();
     let mut part = Part::new(&device.name, about_device(device), gaps);
     part.usable = false;
@@ -204,7 +204,7 @@ fn queue_gaps(
     match host.may_open(&node) {
         MayOpen::Yes => Vec::new(),
         MayOpen::Missing => {
-            // udev creates it; a container must pass it in.
+            // udev creates the node; to a container it must be passed.
             let problem = format!("{node} is missing");
             vec![Gap::new(problem, ["udevadm trigger --subsystem-match=dsa"])]
         }
@@ -218,7 +218,7 @@ fn queue_gaps(
     }
 }
 
-/// Returns the commands that set up one queue over a whole unconfigured device.
+/// Returns shell commands that set up one queue with all resources of an unconfigured device.
 fn new_queue(device: &Device, requirement: &QueueRequirement) -> Vec<String> {
     let name = &device.name;
     let Some(queue) = device.queues.first() else {

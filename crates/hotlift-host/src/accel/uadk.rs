@@ -1,17 +1,17 @@
-//! HiSilicon's compression engine, for method `uadk`.
+//! HiSilicon's compression engine ZIP, which compresses for the method `uadk`.
 
 use super::host::{Host, MayOpen};
 use super::libraries::Library;
 use super::pci;
 use super::{Accelerator, Gap, Part};
 
-/// HiSilicon's ZIP engine, physical and virtual function.
+/// PCI ids of the ZIP engine: physical and virtual function.
 const PCI_IDS: &[(u16, u16)] = &[(0x19e5, 0xa250), (0x19e5, 0xa251)];
 
-/// Bit of `flags`: supports a process's own addresses (`UACCE_DEV_SVA` in Linux's `uacce.h`).
+/// Bit of the device's attribute `flags`: the device uses the addresses of processes (`UACCE_DEV_SVA` in Linux's `uacce.h`).
 const SVA: u64 = 1;
 
-/// Commands that load the driver so that it registers devices for programs.
+/// Shell commands that load the driver in the mode in which it registers devices for programs.
 const LOAD: [&str; 2] = ["modprobe -r hisi_zip", "modprobe hisi_zip uacce_mode=1"];
 
 pub fn detect(host: &Host) -> Accelerator {
@@ -64,7 +64,7 @@ fn device(host: &Host, folder: &str, name: &str) -> Part {
         .number(&attribute("flags"))
         .is_some_and(|flags| flags & SVA == 0)
     {
-        // Needs the kernel (SMMUv3 with SVA, 5.9 or later) and the firmware; no command repairs it.
+        // SVA (shared virtual addressing) needs a kernel (SMMUv3 with SVA, 5.9 or later) and firmware; no command repairs this.
         let problem = format!("{name} does not work on a process's own addresses (no SVA)");
         gaps.push(Gap::new::<String>(problem, []));
     } else if !algorithms.split_whitespace().any(|one| one == "zlib") {
