@@ -1,4 +1,4 @@
-//! `hotlift accel`: the accelerators of this host, and the missing parts of their setup.
+//! `hotlift accel`: lists the accelerators of this host, and what is missing to use them.
 
 use std::path::PathBuf;
 
@@ -20,7 +20,7 @@ pub struct AccelArgs {
     root: PathBuf,
 }
 
-/// Lists the accelerators.
+/// Runs `hotlift accel`: prints the accelerators as text or as JSON.
 pub fn run(args: &AccelArgs) -> Result<(), CommandError> {
     let accelerators = accelerators(&args.root)?;
     let text = if args.json {
@@ -32,7 +32,7 @@ pub fn run(args: &AccelArgs) -> Result<(), CommandError> {
     Ok(output::result(&text).map_err(TerminalError::Output)?)
 }
 
-/// Returns all existing accelerators, or a line that there is none.
+/// Returns a description of all existing accelerators; if there are none, a line that reports this.
 fn listing(accelerators: &[Accelerator]) -> String {
     let there: Vec<_> = accelerators.iter().filter(|one| one.is_there()).collect();
     let mut lines = Vec::new();
@@ -94,7 +94,7 @@ fn section(accelerator: &Accelerator) -> Vec<String> {
     lines
 }
 
-/// Returns the part whose gaps are described in detail if none works: the one with the fewest.
+/// Returns the part (device or queue) whose gaps are described in detail: the one with the fewest gaps. `None` if a part works.
 fn described(accelerator: &Accelerator) -> Option<&Part> {
     if accelerator.parts.iter().any(|part| part.usable) {
         return None;

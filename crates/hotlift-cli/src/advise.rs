@@ -1,4 +1,4 @@
-//! `hotlift advise`: recommended settings of this host, by its accelerators and the kernel's permissions for this user.
+//! `hotlift advise`: recommends settings for this host, by its accelerators and by the kernel's permissions for this user.
 
 use std::path::PathBuf;
 
@@ -30,7 +30,7 @@ struct Advice {
     page_faults: PageFaults,
 }
 
-/// Runs the command.
+/// Runs `hotlift advise`.
 pub fn run(args: &AdviseArgs) -> Result<(), CommandError> {
     let devices = devices(&args.root)?;
     let advice = Advice {
@@ -56,7 +56,7 @@ fn text(advice: &Advice) -> String {
     text
 }
 
-/// Returns the devices in one line.
+/// Returns one line that lists the usable devices.
 fn usable(devices: &Devices) -> String {
     let counted = |name, count| (count > 0).then(|| format!("{name} ({count})"));
     let of = [

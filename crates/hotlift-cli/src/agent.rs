@@ -1,4 +1,4 @@
-//! `hotlift agent`: the agent of a host, and the commands over its control socket.
+//! `hotlift agent`: runs the agent of a host, or sends it a command over its control socket.
 
 use std::path::PathBuf;
 
@@ -102,7 +102,7 @@ pub struct LimitArgs {
     control: ControlArgs,
 }
 
-/// Runs the command.
+/// Runs `hotlift agent`.
 pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
     match command {
         AgentCommand::Run(args) => {
@@ -158,12 +158,12 @@ pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
     }
 }
 
-/// Checks that this host's migrations reach the agent, and sends it the result.
+/// Checks that this host's migrations reach the agent, prints the result, and sends it to the agent.
 fn check_redirect(config: &Config) -> Result<(), CommandError> {
     let control = ControlArgs {
         control: Some(config.control.clone()),
     };
-    // Another user can neither check nor, most likely, query the agent.
+    // Only for root: another user can neither check nor, most likely, query the agent.
     let has_agent = geteuid().is_root() && of_this_host(&control).is_some();
     let found = redirect_check::check_redirect(config, has_agent)
         .map_err(|error| agent_error(error.into()))?;
@@ -266,7 +266,7 @@ fn list(rows: &[MigrationRow]) -> String {
             },
             format!("{:.1}", row.seconds),
             bytes(row.sent_bytes),
-            // Whole bytes are enough.
+            // Rounded to whole bytes.
             format!("{}/s", bytes(hotlift_terminal::progress::rounded(row.rate))),
             share.map_or_else(String::new, |share| format!("{share} %")),
         ]

@@ -1,4 +1,4 @@
-//! Queries to this host's agent, over its control socket.
+//! Sends queries to this host's agent over its control socket.
 
 use std::io::ErrorKind;
 use std::os::unix::net::UnixStream;
@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use crate::error::CommandError;
 
-/// Timeout of the agent's answer.
+/// Timeout for the agent's answer.
 const ANSWER: Duration = Duration::from_secs(10);
 
 /// Where the agent is asked.
@@ -27,7 +27,7 @@ pub struct ControlArgs {
     pub control: Option<PathBuf>,
 }
 
-/// Returns the status of this host's agent; `None` without an agent, or after an error, which is printed.
+/// Returns the status of this host's agent; `None` if no agent runs. After an error, prints the error and returns `None`.
 pub fn of_this_host(control: &ControlArgs) -> Option<AgentInfo> {
     match control.ask("query-agent", &Value::Null) {
         Ok(info) => Some(info),
@@ -39,7 +39,7 @@ pub fn of_this_host(control: &ControlArgs) -> Option<AgentInfo> {
     }
 }
 
-/// Returns the configuration of this host's agent in `file`; without a file, the default.
+/// Returns the configuration of this host's agent in `file`; the default configuration if `file` does not exist.
 pub fn config_in(file: &Path) -> Result<Config, CommandError> {
     match Config::read(file) {
         Err(error) if error.is_missing() => Ok(Config::default()),
@@ -47,7 +47,7 @@ pub fn config_in(file: &Path) -> Result<Config, CommandError> {
     }
 }
 
-/// Turns an error of the agent into one of this command.
+/// Converts an error of the agent to an error of this command.
 pub fn agent_error(error: AgentError) -> CommandError {
     CommandError::Agent(Box::new(error))
 }
@@ -58,7 +58,7 @@ impl ControlArgs {
         control.unwrap_or_else(|| Config::default().control)
     }
 
-    /// Sends a query to the agent.
+    /// Sends a query to the agent, and returns the decoded answer.
     pub fn ask<T: DeserializeOwned>(
         &self,
         command: &str,
@@ -72,7 +72,7 @@ impl ControlArgs {
                 source,
             },
         };
-        // The client would wait for a missing socket, as it does for a starting QEMU.
+        // Checked first, since the QMP client would wait for a missing socket, as for a QEMU that is starting.
         if let Err(source) = UnixStream::connect(&path)
             && matches!(
                 source.kind(),

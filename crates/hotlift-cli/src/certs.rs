@@ -1,4 +1,4 @@
-//! `hotlift certs`: creates a CA and hosts' certificates for TLS, and shows existing ones.
+//! `hotlift certs`: creates a certificate authority (CA) and certificates of hosts for TLS, and shows existing ones.
 
 pub mod error;
 
@@ -21,18 +21,18 @@ use serde_json::{Value, json};
 use self::error::CertsError;
 use crate::error::CommandError;
 
-/// File names of QEMU and libvirt; only the CA's key has a name of Hotlift's own.
+/// File names are those of QEMU and libvirt, except that of the CA's key.
 const CA: &str = "ca-cert.pem";
 const CA_KEY: &str = "ca-key.pem";
 const REVOKED: &str = "ca-crl.pem";
 
-/// Certificate and key of a role.
+/// File names of certificate and key, for each role.
 const OWN: [(Role, &str, &str); 2] = [
     (Role::Server, "server-cert.pem", "server-key.pem"),
     (Role::Client, "client-cert.pem", "client-key.pem"),
 ];
 
-/// Columns of a terminal.
+/// Width of the text output, in columns.
 const WIDTH: usize = 80;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -132,7 +132,7 @@ pub struct RenewArgs {
     within: Option<u32>,
 }
 
-/// Runs the command.
+/// Runs `hotlift certs`.
 pub fn run(command: &CertsCommand) -> Result<(), CommandError> {
     match command {
         CertsCommand::Init(args) => Ok(init(args)?),
@@ -146,7 +146,7 @@ fn init(args: &InitArgs) -> Result<(), CertsError> {
     let files = [CA, CA_KEY].map(|name| args.dir.join(name));
     refuse_existing(&files, args.force)?;
     let name = args.name.clone().unwrap_or_else(|| {
-        // Distinguishes CAs in messages.
+        // The number distinguishes several CAs in messages.
         format!("Hotlift CA {:08x}", fastrand::u32(..))
     });
     let ca = Authority::make(&name, args.days, SystemTime::now())?;
@@ -186,7 +186,7 @@ fn host(args: &HostArgs) -> Result<(), CertsError> {
     Ok(())
 }
 
-/// Copies the public files of the CA to a host's folder.
+/// Copies the public files of the CA from the folder `from` to a host's folder `to`.
 fn bring_ca(from: &Path, to: &Path, force: bool) -> Result<(), CertsError> {
     for name in [CA, REVOKED] {
         let (source, target) = (from.join(name), to.join(name));
@@ -285,7 +285,7 @@ fn refuse_existing(files: &[PathBuf], force: bool) -> Result<(), CertsError> {
     }
 }
 
-/// Creates a folder for this user only; its parents get the usual mode.
+/// Creates a folder that only this user can access; missing parent folders get the usual mode.
 fn make_folder(dir: &Path) -> Result<(), FileError> {
     let failed = FileError::writing(dir);
     if dir.is_dir() {
@@ -297,19 +297,19 @@ fn make_folder(dir: &Path) -> Result<(), FileError> {
     DirBuilder::new().mode(0o700).create(dir).map_err(failed)
 }
 
-/// File modes: every peer sees a certificate, only its owner sees a key.
+/// File mode of certificates, which all users may read; keys only their owner.
 const PUBLIC: u32 = 0o644;
 const SECRET: u32 = 0o600;
 
-/// Writes certificate and key, key first. A reader in between gets an old certificate with a new key, rejects it and retries;
-/// in the other order, a crash would lose the new key.
+/// Writes a certificate and its key, the key first. A process that reads in between gets an old certificate with a new key,
+/// rejects this pair, and retries. In the other order, a crash would lose the new key.
 fn put(files: &[PathBuf; 2], issued: &Issued, force: bool) -> Result<(), FileError> {
     let [certificate, key] = files;
     write(key, &issued.key, SECRET, force)?;
     write(certificate, &issued.certificate, PUBLIC, force)
 }
 
-/// Writes a file atomically, so that no process reads half of it.
+/// Writes a file atomically: no process reads an incomplete file.
 fn write(path: &Path, text: &str, mode: u32, force: bool) -> Result<(), FileError> {
     let failed = FileError::writing(path);
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
@@ -317,7 +317,7 @@ fn write(path: &Path, text: &str, mode: u32, force: bool) -> Result<(), FileErro
         .permissions(Permissions::from_mode(mode))
         .tempfile_in(dir.unwrap_or(Path::new(".")))
         .map_err(failed)?;
-    // Sets the exact mode, regardless of the umask.
+    // Sets the mode explicitly, since the umask changes the mode of a new file.
     file.as_file()
         .set_permissions(Permissions::from_mode(mode))
         .map_err(failed)?;
@@ -330,7 +330,7 @@ fn write(path: &Path, text: &str, mode: u32, force: bool) -> Result<(), FileErro
     kept.map(|_| ()).map_err(|error| failed(error.error))
 }
 
-/// Returns the days from `now` to `ends`; negative if that is past.
+/// Returns the days from `now` to `ends`; negative if `ends` is in the past.
 fn days_left(ends: SystemTime, now: SystemTime) -> i64 {
     let days = |time: Duration| i64::try_from(time.as_secs() / DAY.as_secs()).unwrap_or(i64::MAX);
     match ends.duration_since(now) {
@@ -414,13 +414,13 @@ fn as_text(listing: &Listing, now: SystemTime) -> String {
     text
 }
 
-/// Next steps for a valid folder.
+/// Next steps for an operator whose certificates are valid.
 const HOW_TO_USE: &str = "\
 Every host needs such a folder, with the same CA and its own certificates.
 A host's server certificate must have the name or address that peers connect to.
 Another host's:  hotlift certs host NAME --out FOLDER  (where the CA's key is)";
 
-/// Ways to get certificates.
+/// Ways to get certificates, for an operator who has none.
 const HOW_TO_HAVE: &str = "\
 Existing certificates need no change:
   libvirt, QEMU    /etc/pki/qemu, with ca-cert.pem, server-cert.pem, server-key.pem,
@@ -429,7 +429,8 @@ Existing certificates need no change:
                    tls.key; usages 'server auth' and 'client auth'
 Hotlift's own:     hotlift certs init, then hotlift certs host NAME";
 
-/// Appends `words` in lines of a terminal's width that begin with `indent`, and with more from the second line on.
+/// Appends `words` to `text`, wrapped at the width of a terminal. Each line begins with `indent`; from the second line on it is
+/// indented further.
 fn paragraph(text: &mut String, indent: &str, words: &str) {
     let mut line = indent.to_owned();
     let mut is_empty = true;

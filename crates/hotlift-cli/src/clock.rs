@@ -1,4 +1,4 @@
-//! The guest's clock after a restore: it continues at the time of the save, unless the guest agent sets it.
+//! The guest's clock after a restore: it continues at the time of the save. The guest agent (qemu-ga) can set it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -10,11 +10,11 @@ use hotlift_qmp::{GuestAgentError, RunState, set_guest_time};
 use hotlift_terminal::error::error_line;
 use hotlift_terminal::output::warn;
 
-/// Timeout of the guest agent. A lazily restored guest fetches the agent's pages first; then the agent answers within
-/// milliseconds.
+/// Timeout for the guest agent's answer. In a lazily restored guest, the pages of the agent are loaded first; the agent then
+/// answers within milliseconds.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Returns the time since 1970 by this host's clock.
+/// Returns the time of this host's clock, since 1970.
 pub fn now() -> Duration {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.unwrap_or_default()
@@ -23,21 +23,21 @@ pub fn now() -> Duration {
 /// Time when a VM was saved, in seconds since 1970.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SavedAt {
-    /// Time recorded in the file.
+    /// Time of the save, as recorded in the file.
     Kept(u64),
-    /// Modification time of the file: a `mapped-ram` file records none.
+    /// Modification time of the file: a file in the format `mapped-ram` records no time.
     Modified(u64),
 }
 
 impl SavedAt {
-    /// Returns the modification time of the file at `path`, if the file system has one.
+    /// Returns the modification time of the file at `path`; `None` if it cannot be read.
     pub fn modified(path: &Path) -> Option<Self> {
         let modified = std::fs::metadata(path).and_then(|metadata| metadata.modified());
         let since = modified.ok()?.duration_since(UNIX_EPOCH).ok()?;
         Some(Self::Modified(since.as_secs()))
     }
 
-    /// Describes the delay of the clock of a guest restored at `now`; `None` below a second.
+    /// Describes how late the clock of a guest is that was restored at `now`; `None` if it is less than a second.
     pub fn lag(self, now: Duration) -> Option<String> {
         let (Self::Kept(at) | Self::Modified(at)) = self;
         let behind = now.as_secs().checked_sub(at).filter(|behind| *behind > 0)?;
@@ -49,7 +49,7 @@ impl SavedAt {
     }
 }
 
-/// Formats a duration in its two largest units.
+/// Formats a duration in seconds with its two largest units.
 fn span(seconds: u64) -> String {
     match (
         seconds / 86_400,
@@ -68,14 +68,15 @@ fn span(seconds: u64) -> String {
 pub struct GuestClock {
     saved: Option<SavedAt>,
     agent: Option<PathBuf>,
-    /// True once a QEMU has the guest.
+    /// True once a QEMU has loaded the guest.
     is_here: AtomicBool,
-    /// Thread in which the agent sets the clock.
+    /// Thread in which the guest agent sets the clock; `None` before it starts.
     setting: Mutex<Option<JoinHandle<Result<(), GuestAgentError>>>>,
 }
 
 impl GuestClock {
-    /// Creates the clock of a guest saved at that time, with the agent's socket, if there is one.
+    /// Creates the clock of a guest that was saved at the time `saved`. `agent` is the socket of the guest agent, if there is
+    /// one.
     pub fn new(saved: Option<SavedAt>, agent: Option<PathBuf>) -> Self {
         Self {
             saved,
@@ -85,7 +86,8 @@ impl GuestClock {
         }
     }
 
-    /// Lets the agent of a running guest set its clock, in a new thread. Later calls are ignored.
+    /// Records that a QEMU has the guest in the run state `state`. If the guest runs, starts a thread in which the guest agent
+    /// sets the clock. Only the first call starts it.
     pub fn is_here(&self, state: &RunState) {
         self.is_here.store(true, Ordering::Relaxed);
         let Some(path) = self.agent.clone().filter(|_| *state == RunState::Running) else {
@@ -102,7 +104,7 @@ impl GuestClock {
         }
     }
 
-    /// Prints the delay of the clock, or that it was set; nothing if no QEMU has the guest. An error fails no restore.
+    /// Prints how late the clock is, or that it was set. Prints nothing if no QEMU has the guest. An error is only printed.
     pub fn report(self) {
         if !self.is_here.into_inner() {
             return;

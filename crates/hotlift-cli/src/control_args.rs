@@ -39,17 +39,17 @@ fn mode(text: &str) -> Result<u32, String> {
 }
 
 impl ControlArgs {
-    /// Returns true if there is any monitor.
+    /// Returns true if at least one monitor was requested.
     pub fn is_given(&self) -> bool {
         self.control.is_some() || self.monitor.is_some()
     }
 
-    /// Returns true if a monitor uses the terminal.
+    /// Returns true if a monitor uses the terminal, as standard input and output.
     pub fn has_terminal(&self) -> bool {
         matches!(self.monitor, Some(HmpAddress::Stdio))
     }
 
-    /// Starts the monitors.
+    /// Starts the requested monitors; the drop of the result stops them.
     pub fn serve(
         &self,
         commands: &Arc<dyn Commands>,

@@ -1,4 +1,4 @@
-//! `hotlift demo`: both ends of a migration as two processes of this host, and the result table.
+//! `hotlift demo`: migrates the built-in guest between two processes of this host, and shows the results in a table.
 
 use std::path::PathBuf;
 
@@ -41,7 +41,7 @@ pub struct DemoArgs {
     migration: RoleArgs<role::Pair>,
 }
 
-/// Runs the command.
+/// Runs `hotlift demo`.
 pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     let migrations = settings(&args.migration)?;
     args.guest.check()?;
@@ -65,7 +65,7 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     if interrupt.is_raised() && !args.quiet {
         progress::clear();
     }
-    // A demo that ended before any measurement has no results.
+    // Without a measured migration, there is no table to print.
     let printed = match runs.is_empty() {
         true => Ok(()),
         false => output::result(&tables(&heading(args, kind, filling), &runs)),
@@ -101,10 +101,10 @@ fn tables(heading: &str, runs: &[Run]) -> String {
     text.join("\n")
 }
 
-/// Returns the settings to migrate with: the given ones, or every method if none was chosen.
+/// Returns the options of each migration: the given ones, or one set for every method if no method was chosen.
 ///
 /// # Errors
-/// The given settings are incompatible with one of them.
+/// If the given options are incompatible with a method.
 fn settings(given: &RoleArgs<role::Pair>) -> Result<Vec<MigrationArgs>, OptionError> {
     let all = given.complete()?;
     if given.has("multifd-compression") || !all.options()?.stream.multifd() {
@@ -113,7 +113,7 @@ fn settings(given: &RoleArgs<role::Pair>) -> Result<Vec<MigrationArgs>, OptionEr
     let each = selections().map(|method| {
         let one = all.with("multifd-compression", method.name)?;
         match one.options() {
-            // A missing accelerator is reported at this method's turn.
+            // If the accelerator of this method is missing, its migration reports that later.
             Ok(_) | Err(OptionError::NoAccelerator { .. }) => Ok(one),
             Err(error) => Err(error),
         }
@@ -121,7 +121,7 @@ fn settings(given: &RoleArgs<role::Pair>) -> Result<Vec<MigrationArgs>, OptionEr
     each.collect()
 }
 
-/// Returns a description of the guest and its memory.
+/// Returns a description of the guest and of its memory, as the heading of the output.
 fn heading(args: &DemoArgs, kind: GuestKind, filling: Option<Filling>) -> String {
     let guest = &args.guest;
     let settings = guest.settings();
@@ -139,7 +139,7 @@ fn heading(args: &DemoArgs, kind: GuestKind, filling: Option<Filling>) -> String
     )
 }
 
-/// Runs one migration between two child processes. No run: an interrupt ended it before anything was sent.
+/// Runs one migration between two child processes. Returns no result if an interrupt ended it before anything was sent.
 fn migrate_once(
     args: &DemoArgs,
     kind: GuestKind,
@@ -176,7 +176,7 @@ fn migrate_once(
     if let Some(check) = &moved.check {
         run.checked(check);
     }
-    // The interrupt is the cause, whatever the two processes report.
+    // The interrupt is the cause, even if the two processes report errors.
     if interrupt.is_raised() && !is_whole {
         let run = last.map(|moment| {
             run.interrupted(&moment);

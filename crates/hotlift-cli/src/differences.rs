@@ -1,11 +1,11 @@
-//! Output of the differences of two VMs: a table for `migrate --check`, warnings for the other commands.
+//! Prints the differences between two VMs: as a table for `migrate --check`, as warnings for other commands.
 
 use hotlift_qemu::compare::{Outcome, Row};
 use hotlift_terminal::output::warn;
 use hotlift_terminal::table::new_table;
 use hotlift_terminal::width;
 
-/// Returns the table of all comparisons, with a line per remedy below it.
+/// Returns the table of all comparisons, and below it one line per remedy.
 pub fn table(rows: &[Row]) -> String {
     let mut table = new_table(&["", "source", "destination", "result"]);
     for row in rows {
@@ -27,7 +27,7 @@ pub fn table(rows: &[Row]) -> String {
     text
 }
 
-/// Prints a warning for each difference: QEMU accepts it, or had to decide.
+/// Prints a warning for each difference that did not stop the migration: QEMU accepts it, or had to decide.
 pub fn warn(rows: &[Row]) {
     for row in rows {
         match row.outcome {

@@ -1,7 +1,7 @@
-//! `hotlift drain`: moves the domains of this host to others, by a plan.
+//! `hotlift drain`: moves the domains (VMs of libvirt) of this host to other hosts, by a plan.
 //!
-//! libvirt migrates; the agents of the hosts carry the data. A drain keeps no state: moved domains are no longer here, so the
-//! same command continues with the rest.
+//! libvirt migrates the domains; the agents of the hosts carry the data. A drain stores no state. If it ends early, the same
+//! command moves the domains that are still here.
 
 mod choice;
 mod display;
@@ -74,7 +74,7 @@ fn to_uri(text: &str) -> Result<String, String> {
                 Some((user, name)) => (format!("{user}@"), name),
                 None => (String::new(), host),
             };
-            // A URI needs brackets around an IPv6 address.
+            // In a URI, an IPv6 address needs brackets.
             let name = match name.parse::<Ipv6Addr>() {
                 Ok(address) => format!("[{address}]"),
                 Err(_) => name.to_owned(),
@@ -91,11 +91,11 @@ fn to_bytes(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Runs the command.
+/// Runs `hotlift drain`.
 pub fn run(args: &DrainArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let here = Libvirt::at(&args.connect);
-    // Without libvirt here, the destinations do not matter.
+    // Checked first: without libvirt on this host, the destinations do not matter.
     here.ask(&["uri"])?;
     let places = choice::destinations(&args.to)?;
     let domains = Domains::chosen(&here, &args.domains, &places)?;
@@ -119,7 +119,7 @@ pub fn run(args: &DrainArgs) -> Result<(), CommandError> {
     summarize(&outcomes, interrupt.is_raised())
 }
 
-/// Returns the result of the drain, by its worst outcome.
+/// Returns the result of the drain: its worst outcome decides.
 fn summarize(outcomes: &[Outcome], is_interrupted: bool) -> Result<(), CommandError> {
     let of = outcomes.len();
     let count =
@@ -146,25 +146,25 @@ fn not_begun(step: Step) -> Outcome {
     Outcome { step, move_state }
 }
 
-/// Running drain.
+/// A running drain, with the states of all its moves.
 struct Drain<'a> {
     budget: Budget,
     here: Libvirt,
     args: &'a DrainArgs,
     outcomes: Vec<Outcome>,
-    /// For each running move, a pipe: dropping it aborts the move.
+    /// For each running move, the write end of a pipe: the drop aborts the move.
     aborts: Vec<Option<PipeWriter>>,
-    /// Reason to start no further moves.
+    /// Reason why no further moves start; `None` while they may.
     stop: Option<String>,
     events: Receiver<DrainEvent>,
-    /// Keeps the channel open, so that only an event or a timeout ends a wait.
+    /// Keeps the channel open: otherwise a wait would end when no move is running.
     sender: Sender<DrainEvent>,
     display: Display,
 }
 
-/// Event that a drain waits for.
+/// Event that changes the state of a drain.
 enum DrainEvent {
-    /// Event of the move with this index.
+    /// Event of the move with this index in the plan.
     Move(usize, MoveEvent),
     Lost(UnreachableHost),
     Interrupted,
@@ -174,7 +174,7 @@ impl<'a> Drain<'a> {
     fn new(plan: Plan, here: Libvirt, args: &'a DrainArgs) -> Self {
         let (sender, events) = channel();
         let lost = sender.clone();
-        // A send error means that the command has ended.
+        // Send errors are ignored: they mean that the drain has ended.
         peers::watch(&plan, move |one| _ = lost.send(DrainEvent::Lost(one)));
         Self {
             budget: plan.budget,
@@ -192,7 +192,7 @@ impl<'a> Drain<'a> {
     fn run(mut self, interrupt: &Interrupt) -> Vec<Outcome> {
         let sender = self.sender.clone();
         let signal = move |_| _ = sender.send(DrainEvent::Interrupted);
-        // After an earlier signal, no move may start: its event arrives only later.
+        // A signal before the drain sends no event in time, so it is checked here: no move may start.
         if interrupt.is_raised() {
             self.interrupted();
         }
@@ -209,7 +209,7 @@ impl<'a> Drain<'a> {
         self.outcomes
     }
 
-    /// Moves all domains that may start, and waits for their ends.
+    /// Starts moves in the order of the plan, as the budget permits. Returns when no move runs and no move can start.
     fn move_all(&mut self) {
         let mut show_at = Instant::now() + POLL_INTERVAL;
         loop {
@@ -254,7 +254,7 @@ impl<'a> Drain<'a> {
         self.abort("interrupted".to_owned(), None);
     }
 
-    /// Starts no further moves, and aborts running ones, to `to` or to all destinations.
+    /// Starts no further moves, and aborts running ones: those to `to`, or all if `to` is `None`.
     fn abort(&mut self, reason: String, to: Option<&str>) {
         if self.stop.is_none() {
             self.display.finish();
@@ -268,7 +268,7 @@ impl<'a> Drain<'a> {
         }
     }
 
-    /// Starts the moves that may start now, in order: no move overtakes one that waits for the link.
+    /// Starts the moves that the budget permits now. Keeps their order: a move that must wait also delays all later moves.
     fn begin(&mut self) {
         while self.stop.is_none()
             && let Some(index) = self.next()

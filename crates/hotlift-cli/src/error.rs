@@ -1,4 +1,4 @@
-//! Errors of the command: one line for the operator, the next step, and the exit code.
+//! Errors of the commands: each has one line for the operator, the next step, and an exit code.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -30,7 +30,7 @@ use crate::libvirt::virsh::VirshError;
 /// Placeholder in a command line for a value that is unknown here.
 const QMP_OF_THE_SOURCE: &str = "QMP-OF-THE-SOURCE";
 
-/// Returns the command to type at the source when the owner of the guest is unknown here.
+/// Returns the next step after a migration with unknown result: the command to type at the source, whose QMP socket is `qmp`.
 pub fn settle(qmp: &str) -> String {
     format!(
         "if the destination runs the guest, end the paused copy here: hotlift settle --qmp {qmp} --there; if it does not and \
@@ -38,7 +38,7 @@ pub fn settle(qmp: &str) -> String {
     )
 }
 
-/// Returns the command to type at the source of a guest that the destination's QEMU has, but does not run.
+/// Returns the next step if the destination's QEMU has the guest, but does not run it: the command to type at the source.
 fn stopped(qmp: &str) -> String {
     format!(
         "the log of the destination's QEMU has the cause (such as a locked disk); end that QEMU, then run the guest at the \
@@ -46,25 +46,26 @@ fn stopped(qmp: &str) -> String {
     )
 }
 
-/// Exit code if the owner of the guest is unknown, or the guest may be paused.
+/// Exit code if the host that owns the guest is unknown, or the guest may be paused.
 pub const GUEST_UNCERTAIN: u8 = 3;
 
-/// Next step for a damaged file.
+/// Next step for a restore from a damaged file.
 const SALVAGE: &str = "restore from another copy of the file, or replace its damaged pages with zero pages: --salvage, which \
                        lists them";
 
-/// Location of the guest's missing pages.
+/// Source from which a resumed lazy restore loads the guest's missing pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MissingPagesFrom {
-    /// The original location.
+    /// The same file or server as before.
     There,
     /// An undamaged copy of the file.
     Copy,
-    /// The file, which has another name now.
+    /// The file of the first restore, which now has another name.
     OtherName,
 }
 
-/// Returns the next step for the guest of a QEMU that may have ended.
+/// Returns the next step for a guest without all its pages. `answers` is false if its QEMU may have ended; `resume` is the
+/// command that loads the remaining pages from `rest`.
 fn resume(answers: bool, rest: MissingPagesFrom, resume: &str) -> String {
     let unless = match answers {
         true => "each vCPU of the guest waits at the first missing page that it needs",
@@ -83,7 +84,7 @@ fn resume(answers: bool, rest: MissingPagesFrom, resume: &str) -> String {
     format!("{unless}; {rest}: {resume}")
 }
 
-/// Returns the next step after listening failed with an error of `kind`.
+/// Returns the next step after listening failed with an error of `kind`; `None` if there is no advice.
 fn not_listening(kind: ErrorKind) -> Option<&'static str> {
     match kind {
         ErrorKind::AddrInUse => {
@@ -99,7 +100,7 @@ fn not_listening(kind: ErrorKind) -> Option<&'static str> {
     }
 }
 
-/// A failed command.
+/// Error with which a command ends.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
     #[error(transparent)]
@@ -136,16 +137,16 @@ pub enum CommandError {
     NotRunning {
         reasons: String,
         qemu: String,
-        /// True if a `cont` may run the guest.
+        /// True if QEMU's command `cont` may run the guest.
         can_run: bool,
-        /// True if it came from another QEMU, which keeps it paused.
+        /// True if the guest came from another QEMU, which keeps a paused copy.
         has_source: bool,
     },
     #[error("the guest lacks some of its pages: {reasons} ({qemu})")]
     PagesMissing {
         reasons: String,
         qemu: String,
-        /// True if QEMU answers.
+        /// True if QEMU answers on its QMP socket.
         answers: bool,
         rest: MissingPagesFrom,
         resume: String,
@@ -179,10 +180,10 @@ pub enum CommandError {
     SettledHere,
     #[error(transparent)]
     Qemu(QemuError),
-    /// Differences already shown in a table, with their remedies.
+    /// QEMU refuses differences between the VMs; a table has already shown them, with their remedies.
     #[error("QEMU refuses {count} of the differences above, so a migration would fail")]
     Different { count: usize },
-    /// 'hotlift serve' makes no progress.
+    /// 'hotlift serve' did not complete the pending step in time.
     #[error("'hotlift serve' at {address} failed: {missing} within {limit:?}")]
     ServeSilent {
         address: Address,
@@ -190,7 +191,7 @@ pub enum CommandError {
         limit: Duration,
         has_hello: bool,
     },
-    /// The connection for pages failed, although the one for messages was made.
+    /// The connection for messages was made, but the connection for pages failed.
     #[error(transparent)]
     DataPort(QemuError),
     #[error(transparent)]
@@ -264,7 +265,7 @@ impl CommandError {
         error_line(self)
     }
 
-    /// Returns the next step, where the error does not show it.
+    /// Returns the next step for the operator; `None` if the message itself contains it.
     pub fn advice(&self) -> Option<String> {
         match self {
             Self::Qemu(QemuError::InDoubt { qmp, .. }) => Some(settle(qmp)),
@@ -310,7 +311,7 @@ impl CommandError {
         }
     }
 
-    /// Returns the next step of errors for which it is constant.
+    /// Returns the next step of errors for which it is a fixed text; `None` for other errors.
     fn fixed_advice(&self) -> Option<&'static str> {
         match self {
             Self::Shared(error) => error.advice(),
@@ -373,7 +374,7 @@ impl CommandError {
                     "another process uses a disk of this VM: end it, and migrate again; QEMU's log names the file",
                 )
             }
-            // QEMU's message for RAM in a file on disk.
+            // QEMU's message for guest RAM in a file on disk.
             Self::Qemu(QemuError::NoPostcopy { message }) if message.contains("TMPFS") => Some(
                 "give that QEMU its RAM in anonymous memory, memfd, tmpfs or hugetlbfs; or restore without --lazy",
             ),
@@ -444,8 +445,13 @@ impl CommandError {
         }
     }
 
-    /// Returns 1; 2 for invalid options, as for any usage error; 3 if the owner of the guest is unknown, or it may be paused;
-    /// 130 after a signal, as shells do.
+    /// Returns the exit code of the command:
+    ///
+    /// - 0 if the guest is at its target in spite of the error
+    /// - 1 for other errors
+    /// - 2 for an invalid command line
+    /// - 3 if the owner of the guest is unknown, or the guest may be paused
+    /// - 130 after a signal, as shells do
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Migration(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
@@ -466,7 +472,7 @@ impl CommandError {
             | Self::PagesMissing { .. }
             | Self::StillWaits { .. }
             | Self::EndedCopy => GUEST_UNCERTAIN,
-            // The guest is at its target.
+            // The guest runs at its target; only a later step failed.
             Self::Qemu(QemuError::MovedAnyway { .. }) => 0,
             Self::Migration(MigrationError::Cancelled)
             | Self::Relay(MigrationError::Cancelled)
@@ -476,7 +482,7 @@ impl CommandError {
         }
     }
 
-    /// Returns true if the command line is wrong, and nothing was started.
+    /// Returns true if the command line is invalid, and nothing was started.
     pub fn is_usage(&self) -> bool {
         match self {
             Self::Shared(error) => error.is_usage(),
@@ -487,7 +493,7 @@ impl CommandError {
     }
 }
 
-/// Converts the parts of [`SharedError`] to errors of a command.
+/// Implements conversions of the causes of a [`SharedError`] to a [`CommandError`].
 macro_rules! shared_errors {
     ($($error:ty),*) => {
         $(

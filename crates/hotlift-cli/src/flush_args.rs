@@ -1,4 +1,4 @@
-//! The flag for a property of QEMU's multifd that a stream does not show.
+//! Flag for a property of the destination's QEMU that a multifd stream does not contain.
 
 use clap::Args;
 use hotlift_command::security::Switch;
@@ -20,7 +20,7 @@ pub struct FlushArgs {
 }
 
 impl FlushArgs {
-    /// Returns the property, if it was given.
+    /// Returns the value of the flag; `None` if it was not given.
     #[must_use]
     pub fn value(&self) -> Option<bool> {
         self.multifd_flush_after_each_section

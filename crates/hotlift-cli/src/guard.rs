@@ -1,4 +1,4 @@
-//! `hotlift guard`, which `serve` and `restore` start: watches a QEMU that they started.
+//! `hotlift guard`: watches a QEMU that `serve` or `restore` started. These commands start this one.
 
 use std::path::PathBuf;
 
@@ -16,7 +16,7 @@ pub struct GuardArgs {
     folder: PathBuf,
 }
 
-/// Runs the command.
+/// Runs `hotlift guard`.
 pub fn run(args: &GuardArgs) {
     hotlift_qemu::guard::run(&args.qmp, &args.folder);
 }

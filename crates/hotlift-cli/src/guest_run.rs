@@ -1,4 +1,4 @@
-//! `hotlift guest run`: one built-in guest in this process; started manually, or as a child of `demo` or `hotlift-bench`.
+//! `hotlift guest run`: runs one built-in guest in this process. Started by an operator, by `demo`, or by `hotlift-bench`.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,13 +26,13 @@ use crate::control_args::ControlArgs;
 use crate::error::{CommandError, settle};
 use crate::report::{self, Run};
 
-/// Timeout for the guest to show that it runs.
+/// Timeout for a started guest to show that it runs.
 const START_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Interval of this check.
+/// Interval of the checks during [`START_TIMEOUT`].
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Poll interval of a guest with a monitor: its serial port, health and run state have no event.
+/// Interval at which a guest with a monitor is checked: its serial port, failures and run state cause no event.
 const GUEST_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Flags of `guest run`.
@@ -92,10 +92,10 @@ pub struct GuestRunArgs {
     migration: RoleArgs<role::Guest>,
 }
 
-/// `--incoming`.
+/// Value of `--incoming`: when and where the guest is received.
 #[derive(Debug, Clone)]
 enum Incoming {
-    /// At the address of a monitor's `migrate-incoming`, when it arrives.
+    /// Wait for the monitor command `migrate-incoming`, which contains the address.
     Defer,
     At(Address),
 }
@@ -111,7 +111,7 @@ impl std::str::FromStr for Incoming {
     }
 }
 
-/// Runs the command.
+/// Runs `hotlift guest run`.
 pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
     if args.migrate_to.is_some() && args.migration.values().switchover.pause_before {
         let conflict = OptionError::Conflict {
@@ -124,7 +124,7 @@ pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
         args.migration.refuse_idle()?;
     }
     if args.tell_events {
-        // A child must not outlive its parent command.
+        // A child process must not run longer than the command that started it.
         let _ =
             rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     }
@@ -133,7 +133,7 @@ pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
     let kind = args.guest.kind();
     let guest: Arc<dyn BuiltinGuest> = hotlift_vmm::create(kind, &args.guest.settings())?.into();
     let mut migration = args.migration.complete()?;
-    // With a monitor, a parameter that is not given has QEMU's default.
+    // With a monitor, options that were not given have QEMU's defaults.
     if !args.control.is_given() && !migration.has("multifd-compression") {
         migration = migration.with("multifd-compression", AUTO.name)?;
     }
@@ -167,7 +167,7 @@ struct Session<'a> {
 }
 
 impl Session<'_> {
-    /// Fills RAM and starts the guest.
+    /// Fills the guest's RAM, and starts the guest.
     fn boot(&self) -> Result<(), CommandError> {
         let filled = self.guest.fill(&self.args.guest.fill_settings())?;
         let filling = Filling::from(&filled);
@@ -183,7 +183,7 @@ impl Session<'_> {
     }
 
     fn source(&self, uri: &Address) -> Result<(), CommandError> {
-        // Errors of the certificates must appear before a guest runs.
+        // Checked before the guest runs: the certificates may have errors.
         security::tls(&self.options.tls, uri)?;
         self.boot()?;
         if self.interrupt.sleep(Some(self.args.migrate_after)) {
@@ -216,7 +216,7 @@ impl Session<'_> {
                     error: error_line(&error),
                 });
                 match error {
-                    // The parent process cannot settle the guest, and waits for this process to end.
+                    // Not for a child process: its parent cannot settle the guest, but waits for the end of this process.
                     MigrationError::InDoubt if !self.args.tell_events => self.keep(error),
                     MigrationError::InDoubt | MigrationError::PagesMissing { .. } => {
                         Err(error.into())
@@ -230,10 +230,10 @@ impl Session<'_> {
         }
     }
 
-    /// Keeps the guest here, paused and complete, until the operator settles it: its state at the destination is unknown. Only
-    /// SIGINT and SIGTERM end the wait; a closed terminal does not.
+    /// Keeps the guest paused and complete, since it is unknown whether the destination runs it. Waits until the operator
+    /// settles the guest. SIGINT and SIGTERM end the wait; the close of the terminal does not.
     fn keep(&self, error: MigrationError) -> Result<(), CommandError> {
-        // Earlier signals cancelled the migration.
+        // Forgets signals that cancelled the migration: only later ones end this wait.
         self.interrupt.forget();
         let folder = OwnFolder::private()?;
         let qmp = QmpAddress::Unix(folder.path().join("qmp"));
@@ -270,7 +270,7 @@ impl Session<'_> {
         Err(CommandError::SettledHere)
     }
 
-    /// Shows that the guest runs here after a failed migration, and lets it run.
+    /// Checks after a failed migration that the guest runs here, and keeps it running.
     fn stayed(&self) -> Result<(), CommandError> {
         let check = self.check();
         self.send_event(&Event::Checked(check.clone()));
@@ -359,7 +359,7 @@ impl Session<'_> {
         self.run_on()
     }
 
-    /// Serves monitors and executes their commands, until `quit` or a signal.
+    /// Serves the monitors and executes their commands, until the command `quit` or a signal.
     fn monitored(&self) -> Result<(), CommandError> {
         let (events, shutdown) = (Events::new(), ShutdownRequest::default());
         if self.args.incoming.is_none() {
@@ -392,8 +392,8 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Waits until a monitor or a failure ends the process, and returns the cause; `None` after a signal, or when the time has
-    /// passed.
+    /// Waits until a monitor or a failure ends the process, and returns the cause. Returns `None` after a signal, or once the
+    /// time of `--run-for` is over.
     fn until_shutdown(
         &self,
         shutdown: &ShutdownRequest,
@@ -412,7 +412,7 @@ impl Session<'_> {
             {
                 return None;
             }
-            // The monitor uses the terminal.
+            // A monitor on the terminal needs the terminal for itself.
             if !self.args.control.has_terminal() {
                 for line in self.guest.serial() {
                     self.print(&line);
@@ -424,7 +424,7 @@ impl Session<'_> {
         }
     }
 
-    /// Lets the guest run until its time has passed or a signal arrives, then checks it again.
+    /// Runs the guest until the time of `--run-for` is over, or until a signal. Then checks the guest again.
     fn run_on(&self) -> Result<(), CommandError> {
         let end = self.args.run_for.map(|time| Instant::now() + time);
         loop {
@@ -444,7 +444,7 @@ impl Session<'_> {
         self.verify()
     }
 
-    /// Stops the guest, and verifies its memory against its vCPUs' records.
+    /// Pauses the guest, and compares its memory with the write records of its vCPUs.
     fn verify(&self) -> Result<(), CommandError> {
         self.guest.pause()?;
         let verified = self.guest.verify()?;
@@ -455,7 +455,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Checks that the guest runs and that its memory matches its vCPUs' records.
+    /// Checks that the guest runs, and that its memory matches the write records of its vCPUs.
     fn check(&self) -> Check {
         let mut check = Check {
             runs: false,
@@ -507,7 +507,7 @@ impl Session<'_> {
         }
     }
 
-    /// Sends an event to the parent process.
+    /// Sends an event to the parent process, if `--tell-events` was given.
     fn send_event(&self, event: &Event) {
         if self.args.tell_events {
             send_to_parent(event);

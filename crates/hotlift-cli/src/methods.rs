@@ -1,4 +1,4 @@
-//! `hotlift methods`: the methods, and their results with the operator's own memory.
+//! `hotlift methods`: lists the compression methods, and measures them on the operator's memory.
 
 mod folder;
 
@@ -67,7 +67,7 @@ fn size(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Runs the command.
+/// Runs `hotlift methods`.
 pub fn run(args: &MethodsArgs) -> Result<(), CommandError> {
     let output = &args.output;
     let is_watched = !output.quiet && std::io::stderr().is_terminal();
@@ -86,7 +86,7 @@ pub fn run(args: &MethodsArgs) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Memory sample, and the methods' results with it.
+/// Sample of memory, and the results of all methods with it.
 #[derive(Debug, Serialize)]
 struct OnMemory {
     sample: Sample,
@@ -94,7 +94,8 @@ struct OnMemory {
     methods: Vec<Measured>,
 }
 
-/// Measures with the given memory, if any. `step` receives the current step.
+/// Measures all methods on the memory that `args` choose; `None` if they choose no memory. `step` is called with a description
+/// of each step.
 fn measured(args: &MethodsArgs, step: &dyn Fn(&str)) -> Result<Option<OnMemory>, HostError> {
     let draw = |memory: &dyn Memory| {
         step("sampling memory");
@@ -117,7 +118,7 @@ fn measured(args: &MethodsArgs, step: &dyn Fn(&str)) -> Result<Option<OnMemory>,
     }))
 }
 
-/// Returns an image, or the files of a folder.
+/// Opens the image at `path`, or reads the files if `path` is a folder.
 fn of_path(path: &Path, args: &MethodsArgs) -> Result<Box<dyn Memory>, HostError> {
     Ok(match path.is_dir() {
         true => Box::new(Folder::read(path, args.sample, args.seed)?),
@@ -186,15 +187,15 @@ impl OnMemory {
     }
 }
 
-/// Method in the output of `--json`.
+/// A method in the output of `--json`.
 #[derive(Debug, Serialize)]
 struct Listed {
     method: &'static str,
     unit: &'static str,
-    /// Minimum and maximum; `null` if there are none.
+    /// Lowest and highest compression level; `null` if the method has no levels.
     levels: Option<[u8; 2]>,
     default_level: Option<u8>,
-    /// Accelerator for the method; `null` if there is none.
+    /// Accelerator that can run the method; `null` if there is none.
     hardware: Option<&'static str>,
     library: String,
     interoperates_with: &'static str,
@@ -225,7 +226,7 @@ fn list() -> Vec<Listed> {
     METHODS.iter().map(Listed::from).collect()
 }
 
-/// Returns the table of methods, with a line for each.
+/// Returns the table of all methods, one line for each.
 fn table() -> String {
     let mut table = new_table(&[
         "method",

@@ -1,4 +1,4 @@
-//! `hotlift migrate`: moves the guest of a running QEMU to a host where `hotlift serve` waits; a domain of libvirt:
+//! `hotlift migrate`: moves the guest of a running QEMU to a host where `hotlift serve` waits. Domains of libvirt: see
 //! `domain`.
 
 mod domain;
@@ -38,20 +38,20 @@ use crate::output_args::OutputArgs;
 use crate::peer::{Answer, Differences, Hello, SourceMessage};
 use crate::relay_report::Migration;
 
-/// Time for the destination to get ready after the hello; it may start a QEMU first.
+/// Longest wait for the destination to get ready after it has read the hello (the first message). It may start a QEMU first.
 const READY: Duration = Duration::from_secs(90);
 
-/// Time for 'hotlift serve' to read the hello: that of a relay's handshake (`handshake_timeout`), which covers a busy host.
+/// Longest wait for 'hotlift serve' to read the hello. As long as a relay's `handshake_timeout`, which suffices on a busy host.
 const HELLO: Duration = Duration::from_secs(30);
 
-/// Time without an answer after which the operator sees the pending step, as for a silent host in a migration (`REPORTED` of
-/// hotlift's liveness).
+/// Time without an answer after which the operator sees a line with the pending step. The same as for a silent host during a
+/// migration (`REPORTED` of hotlift's liveness).
 const SHOWN: Duration = Duration::from_secs(5);
 
-/// Time for the destination's QEMU to end, and for 'hotlift serve' to forward its output.
+/// After a failure, longest wait for the destination's QEMU to end, and for 'hotlift serve' to forward its output.
 const EXPLANATION: Duration = Duration::from_secs(5);
 
-/// Time for the arrival of a message that 'hotlift serve' has already sent.
+/// Longest wait for a message that 'hotlift serve' has already sent.
 const ARRIVAL_TIME: Duration = Duration::from_millis(50);
 
 /// Flags of `migrate`.
@@ -100,12 +100,12 @@ enum OnOff {
     Off,
 }
 
-/// Receiver of the guest.
+/// Value of `--to`: receiver of the guest.
 #[derive(Debug, Clone)]
 enum To {
-    /// `hotlift serve`.
+    /// A `hotlift serve`, by its address.
     Serve(Address),
-    /// A libvirtd.
+    /// A libvirt, by its URI.
     Libvirt(String),
 }
 
@@ -129,7 +129,7 @@ impl FromStr for To {
     }
 }
 
-/// Runs the command.
+/// Runs `hotlift migrate`.
 pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
     let settings = args.migration.relay_settings()?;
     match (&args.qmp, &args.domain, &args.to) {
@@ -152,7 +152,7 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
     }
 }
 
-/// Moves the guest of a QEMU to the host where `hotlift serve` listens.
+/// Moves the guest of a QEMU to the host on which `hotlift serve` listens.
 fn to_serve(
     args: &MigrateArgs,
     qmp: &QmpAddress,
@@ -168,7 +168,8 @@ fn to_serve(
         false => Source::connect(qmp, purpose)?,
     };
     let tls = security::tls(&args.migration.values().tls, to)?;
-    // 'hotlift serve' waits 10 s for a hello, and a QEMU on a busy host may need longer to describe its VM.
+    // Created before the connect: 'hotlift serve' waits 10 s for a hello, and QEMU on a busy host may need longer to describe
+    // its VM.
     let hello = hello(&source, &relay_settings, args)?;
     let mut destination = connect(to, "--to", tls.as_deref())?;
     relay_settings.outgoing_tls = tls;
@@ -201,7 +202,7 @@ fn to_serve(
     if let Some(how) = source.guest_end() {
         warn!("{how} during the migration");
     }
-    // The outcome is printed even if no process reads the figures.
+    // Printed on standard error: the operator must see the outcome even if no process reads the figures.
     warn!(
         "the guest {} at the destination; this QEMU keeps a paused copy and can be ended",
         state_clause(&migration.state)
@@ -209,10 +210,10 @@ fn to_serve(
     Ok(args.output.print(&migration, || migration.table())?)
 }
 
-/// Prints the differences.
+/// Prints the differences between the VMs of source and destination.
 ///
 /// # Errors
-/// QEMU refuses a difference.
+/// If QEMU would refuse one of the differences.
 fn checked(args: &MigrateArgs, here: &Vm, there: &Vm) -> Result<(), CommandError> {
     let rows = compare(here, there);
     args.output.print(&rows, || differences::table(&rows))?;
@@ -253,24 +254,24 @@ fn hello(
     })
 }
 
-/// The destination's answer to a hello.
+/// Answer of the destination to a hello that was accepted.
 enum Ready {
-    /// The destination's relay listens.
+    /// The relay of the destination is ready for connections.
     Listens {
-        /// Address of the relay.
+        /// Address of the destination's relay.
         address: Address,
-        /// Token at the start of each connection to it.
+        /// Token at the start of each connection to the destination's relay.
         token: Uuid,
         /// Version of the destination's QEMU.
         qemu: Version,
-        /// The destination's VM.
+        /// Description of the destination's VM.
         vm: Box<Vm>,
     },
-    /// The destination's VM; nothing was started.
+    /// Description of the destination's VM. Only a comparison was requested, and nothing was started.
     Compared(Box<Vm>),
 }
 
-/// Waits until the destination is ready.
+/// Waits until the destination answers the hello. A refusal, a timeout and an interrupt are errors.
 fn ready(
     to: &Address,
     destination: &mut Conversation,
@@ -328,20 +329,20 @@ fn ready(
     }
 }
 
-/// Timing of a wait: when the operator sees the pending step, and when the wait ends.
+/// Timing of the wait for one stage: after some time a line for the operator, later the end.
 struct Waiting {
     stage: Stage,
     since: Instant,
     is_shown: bool,
 }
 
-/// Action due in a wait.
+/// Action that is due while waiting.
 #[derive(Debug, PartialEq, Eq)]
 enum DueAction {
     Nothing,
-    /// A line for the operator, once per stage.
+    /// Print a line for the operator; once per stage.
     Line,
-    /// The end of the wait.
+    /// End the wait with an error.
     End,
 }
 
@@ -372,12 +373,12 @@ impl Waiting {
     }
 }
 
-/// Next step of 'hotlift serve'.
+/// Stage of 'hotlift serve' for which this command waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// Reading the hello.
+    /// 'hotlift serve' reads the hello.
     Hello,
-    /// Preparing its QEMU.
+    /// 'hotlift serve' prepares its QEMU.
     Ready,
 }
 
@@ -389,7 +390,7 @@ impl Stage {
         }
     }
 
-    /// Returns its name for the operator.
+    /// Returns a description of what is missing in this stage, for the operator.
     fn missing(self) -> &'static str {
         match self {
             Self::Hello => "it accepted the connection, but does not answer",
@@ -398,12 +399,12 @@ impl Stage {
     }
 }
 
-/// Sends the reason of this side's failure to the destination, which may be gone.
+/// Sends the reason of this host's failure to the destination. Send errors are ignored: the destination may have disconnected.
 fn send_failure(destination: &mut Conversation, reason: String) {
     let _ = destination.send(&SourceMessage::Failed { reason });
 }
 
-/// One migration to a ready destination.
+/// Inputs of one migration to a destination that is ready.
 struct Move<'a> {
     args: &'a MigrateArgs,
     purpose: Purpose,
@@ -424,12 +425,12 @@ enum FinalMessage {
         reason: String,
         guest: DestinationKnowledge,
     },
-    /// No message arrives any more.
+    /// The connection was lost, so no message arrives any more.
     Lost { reason: String },
 }
 
 impl Move<'_> {
-    /// Runs relay and migration to their end.
+    /// Runs the relay and QEMU's migration until both have ended.
     fn run(
         &self,
         destination: &mut Conversation,
@@ -453,7 +454,7 @@ impl Move<'_> {
             moving.run(ramp, &mut |wakes, until, control| {
                 let received = self.receive(destination, &mut final_message, wakes, until);
                 if received.is_err() {
-                    // The destination's host may be lost, and the relay's connections with it.
+                    // If the destination's host is lost, the relay's connections are lost, too: the relay checks them now.
                     control.suspect_peer();
                 }
             })
@@ -471,13 +472,13 @@ impl Move<'_> {
                 })
             }
             Err(error) => {
-                // Sent before `stayed`, which may wait for the destination's final message.
+                // Sent before `stayed` is called, which may wait for the destination's final message.
                 match (&error, self.source.guest_end()) {
                     _ if self.interrupt.is_raised() => {
                         send_failure(destination, error_line(&TerminalError::Interrupted));
                     }
                     (_, Some(how)) => send_failure(destination, how),
-                    // The destination reported this itself.
+                    // The destination itself reported this failure.
                     (MigrationError::Destination { .. }, None) => {}
                     (error, None) => send_failure(destination, error.chain()),
                 }
@@ -486,10 +487,10 @@ impl Move<'_> {
         }
     }
 
-    /// Receives the destination's messages until `until`, or until one of `others` is readable.
+    /// Receives messages of the destination until `until`, or until one of `others` is readable. Stores the final message.
     ///
     /// # Errors
-    /// The connection is lost; reported once.
+    /// If the connection was lost; only the first time.
     fn receive(
         &self,
         destination: &mut Conversation,
@@ -510,7 +511,7 @@ impl Move<'_> {
                 *final_message = Some(FinalMessage::Failed { reason, guest });
             }
             Ok(_) => {}
-            // No reason to cancel: the relays settle the ownership of the guest without this connection.
+            // The migration is not cancelled: the relays settle which host owns the guest without this connection.
             Err(error) => {
                 let reason = error_line(&error);
                 *final_message = Some(FinalMessage::Lost {
@@ -522,7 +523,8 @@ impl Move<'_> {
         Ok(())
     }
 
-    /// Waits for the destination's final message.
+    /// Waits up to `time` for the destination's final message; returns `None` if there is none. Returns at once if it was
+    /// received before.
     fn final_message(
         &self,
         time: Duration,
@@ -536,14 +538,14 @@ impl Move<'_> {
         final_message
     }
 
-    /// Returns the time limit of the final message. `serve` queries its QEMU for `settle-timeout`, then sends its message,
-    /// which may take as long as a connection.
+    /// Returns the longest wait for the final message. `serve` queries its QEMU for up to `settle-timeout`. Sending the message
+    /// then may take as long as a connection.
     fn settle_time(&self) -> Duration {
         self.settings.limits.settle_timeout + CONNECT
     }
 
-    /// Evaluates a migration that the relay reports as successful: by the final message of 'hotlift serve', or else by the
-    /// report of the destination's relay (`activity`). Nothing else proves success: a QEMU that 'hotlift serve' did not start
+    /// Determines the result after the relay succeeded. The final message of 'hotlift serve' decides; without it, the report of
+    /// the destination's relay (`activity`) does. Nothing else proves success: if 'hotlift serve' did not start the QEMU, it
     /// may have the guest without running it.
     fn moved(
         &self,
@@ -557,7 +559,7 @@ impl Move<'_> {
             let qmp = qmp.clone();
             Err(QemuError::InDoubt { reasons, qmp }.into())
         };
-        // False for a source that has ended or does not answer: it runs no second copy.
+        // False also if the source's QEMU has ended or does not answer: then it runs no second copy.
         let runs_here = || {
             let here = self.source.run_state();
             here.is_ok_and(|here| here == RunState::Running)
@@ -568,7 +570,7 @@ impl Move<'_> {
                 reason: reasons,
                 guest: DestinationKnowledge::Stopped,
             }) => return Err(QemuError::StoppedThere { reasons, qmp }.into()),
-            // The destination's QEMU ended without ever running the guest.
+            // The destination's QEMU ended, and never ran the guest.
             Some(FinalMessage::Failed {
                 reason,
                 guest: DestinationKnowledge::NotHere,
@@ -579,7 +581,7 @@ impl Move<'_> {
                     .settle(&error, true, || DestinationKnowledge::NotHere);
                 return Err(settled.into_error(None, self.interrupt.is_raised()).into());
             }
-            // The guest has run there; a later failure there does not bring it back.
+            // The guest has run at the destination: after that, a failure does not return it to the source.
             Some(FinalMessage::Failed {
                 reason: reasons,
                 guest: DestinationKnowledge::Here,
@@ -617,7 +619,7 @@ impl Move<'_> {
             return Err(QemuError::RunsTwice { qmp }.into());
         }
         Ok(Migration {
-            // No figures from a source that has ended, as it may after it has released its guest.
+            // No figures if the source's QEMU has ended, which it may after the commit.
             qemu: self.source.poll().unwrap_or_default(),
             downtime_limit: None,
             source_qemu: self.source.qemu().version(),
@@ -629,7 +631,7 @@ impl Move<'_> {
         })
     }
 
-    /// Handles a failure of the relay: checks that the guest runs here, and reports the cause.
+    /// Determines the error after the relay failed: checks that the guest runs on this host, and adds the destination's reason.
     fn stayed(
         &self,
         destination: &mut Conversation,
@@ -643,15 +645,15 @@ impl Move<'_> {
             match &received {
                 Some(FinalMessage::Completed { .. }) => DestinationKnowledge::Here,
                 Some(FinalMessage::Failed { guest, .. }) => *guest,
-                // A relay refuses a guest only if its QEMU never ran it, and never will.
+                // The destination's relay refuses a guest only if its QEMU never ran the guest, and never will.
                 Some(FinalMessage::Lost { .. }) | None => match error {
                     MigrationError::Destination { .. } => DestinationKnowledge::NotHere,
                     _ => DestinationKnowledge::Unknown,
                 },
             }
         });
-        // If the destination's relay reported the cause, its QEMU's output follows. Otherwise the cause is known here, and only
-        // a message already sent is read.
+        // If the destination's relay reported the cause, a message with the output of its QEMU follows. Otherwise the cause is
+        // known, and only a message that was already sent is read.
         let timeout = match error {
             MigrationError::Destination { .. } => EXPLANATION,
             _ => ARRIVAL_TIME,

@@ -17,10 +17,10 @@ pub struct OutputArgs {
 }
 
 impl OutputArgs {
-    /// Prints the figures, or their table.
+    /// Prints `figures` as JSON if `--json` was given, or else the text of `text`.
     ///
     /// # Errors
-    /// No process reads them, or the disk is full.
+    /// If standard output was closed, or the disk is full.
     pub fn print(
         &self,
         figures: &impl Serialize,
@@ -30,10 +30,10 @@ impl OutputArgs {
     }
 }
 
-/// Prints the figures as a line of JSON, or as `text` formats them.
+/// Prints `figures` as a line of JSON if `json`, or else the text of `text`.
 ///
 /// # Errors
-/// No process reads them, or the disk is full.
+/// If standard output was closed, or the disk is full.
 pub fn print(
     json: bool,
     figures: &impl Serialize,

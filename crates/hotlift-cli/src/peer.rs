@@ -1,5 +1,5 @@
 //! Messages between `hotlift migrate` and `hotlift serve`: JSON, one line per message, over a separate TCP connection. Pages
-//! and devices never travel here.
+//! and device states never use this connection.
 //!
 //! ```text
 //! migrate                 serve
@@ -11,8 +11,8 @@
 //!                  <----  completed, or failed
 //! ```
 //!
-//! A connection that ends early cancels the other side's work, where this is still possible. The relays alone settle which host
-//! has the guest.
+//! If this connection ends early, each side cancels its work if this is still possible. Only the relays settle which host owns
+//! the guest.
 
 use hotlift::conversation::OpeningRequest;
 use hotlift::relay::RelayReport;
@@ -22,40 +22,41 @@ use hotlift_qemu::vm::Vm;
 use hotlift_qmp::{RunState, Uuid, Version};
 use serde::{Deserialize, Serialize};
 
-/// First message of the source.
+/// First message, from the source: describes its VM.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Hello {
     /// Version of the source's QEMU.
     pub qemu: Version,
-    /// The source's VM.
+    /// Description of the source's VM.
     #[serde(flatten)]
     pub vm: Vm,
-    /// Handling of differences of the destination's VM.
+    /// Handling of differences between the VMs of source and destination.
     pub differences: Differences,
-    /// Run state of the VM, and its target at the destination.
+    /// Run state of the guest before the migration; the guest must have it at the destination, too.
     pub state: RunState,
-    /// Required multifd channels of the destination's QEMU; 0 for multifd off.
+    /// Number of multifd channels that the destination's QEMU must use; 0 without multifd.
     pub channels: u8,
-    /// State of the source's capabilities that must be equal on both sides.
+    /// Capabilities of the source's QEMU that must have the same value on both sides.
     pub alike: Vec<(String, bool)>,
-    /// Files in which the source leaves its RAM (`--ignore-shared`); `None`: all RAM is sent.
+    /// Files with the source's RAM, which the destination maps instead of receiving it (`--ignore-shared`). `None` if all RAM
+    /// is sent.
     pub shared_memory: Option<Vec<SharedFile>>,
 }
 
-/// Handling of differences of both VMs at the source's request.
+/// Handling of differences between both VMs, as the source requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Differences {
-    /// No migration if QEMU refuses one of them.
+    /// Refuse the migration if QEMU would refuse one of the differences.
     Refuse,
-    /// Migration despite any of them (`--ignore-differences`).
+    /// Migrate in spite of all differences (`--ignore-differences`).
     Ignore,
-    /// Comparison only (`--check`).
+    /// Only compare, and migrate nothing (`--check`).
     Show,
 }
 
-/// Message of the destination.
+/// Messages of the destination.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(
     tag = "message",
@@ -63,35 +64,35 @@ pub enum Differences {
     rename_all_fields = "kebab-case"
 )]
 pub enum Answer {
-    /// The relay of the destination listens.
+    /// The relay of the destination is ready for connections.
     Ready {
-        /// Port, on the host of this connection.
+        /// Port of the relay, on the host of this connection.
         port: u16,
-        /// Token at the start of each connection to it.
+        /// Token at the start of each connection to the relay.
         token: Uuid,
         /// Version of the destination's QEMU.
         qemu: Version,
-        /// The destination's VM.
+        /// Description of the destination's VM.
         vm: Box<Vm>,
     },
-    /// The destination's VM, for a source that only compares. Nothing was started.
+    /// Answer to a source that only compares. Nothing was started.
     Compared {
-        /// The VM.
+        /// Description of the destination's VM.
         vm: Box<Vm>,
     },
-    /// The migration is refused; nothing was started.
+    /// The destination refuses the migration; nothing was started.
     Refused {
         /// Reason in one line.
         reason: String,
     },
-    /// The hello has arrived; later: the relay of the destination is running.
+    /// First message: the hello has arrived. Later messages: the relay of the destination is running.
     Progress {
-        /// Bytes that have arrived.
+        /// Bytes of the stream that have arrived.
         received_bytes: u64,
     },
-    /// The destination's QEMU has the guest.
+    /// The destination's QEMU has loaded the guest.
     Completed {
-        /// Run state of the guest there, as requested.
+        /// Run state of the guest at the destination, as the source requested.
         state: RunState,
         /// Report of the destination's relay.
         report: Box<RelayReport>,
@@ -100,16 +101,16 @@ pub enum Answer {
     Failed {
         /// Reason in one line.
         reason: String,
-        /// Location of the guest, as far as the destination knows.
+        /// Location of the guest, as the destination knows it.
         guest: DestinationKnowledge,
     },
 }
 
-/// Message of the source after its hello.
+/// Messages of the source after its hello.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "message", rename_all = "kebab-case")]
 pub enum SourceMessage {
-    /// Its side of the migration has failed.
+    /// The source's part of the migration has failed.
     Failed {
         /// Reason in one line.
         reason: String,
@@ -221,7 +222,7 @@ mod tests {
         let (theirs, mut ours) = pair();
         let flood = std::thread::spawn(move || {
             let chunk = [b'x'; 64 << 10];
-            // Ends when the other side has closed the connection.
+            // The write fails once the peer has closed the connection.
             while (&theirs).write_all(&chunk).is_ok() {}
         });
         assert!(matches!(

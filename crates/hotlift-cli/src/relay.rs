@@ -1,4 +1,4 @@
-//! `hotlift relay`: forwards QEMU's migrations between a QEMU and the relay of another host.
+//! `hotlift relay`: forwards migrations between the QEMU of this host and the relay of another host.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -80,7 +80,7 @@ pub struct RelayArgs {
     migration: RoleArgs<role::Relay>,
 }
 
-/// Runs the command.
+/// Runs `hotlift relay`.
 pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
     let (label, args) = match command {
         RelayCommand::Source(args) => ("relay source", args),
@@ -140,7 +140,7 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
     }
 }
 
-/// Settings of the relay.
+/// Settings of a relay that forwards one or more migrations.
 struct Relay<'a> {
     args: &'a RelayArgs,
     label: &'a str,
@@ -151,7 +151,7 @@ struct Relay<'a> {
 }
 
 impl Relay<'_> {
-    /// Relays one migration; breaks with an error that ends the command.
+    /// Forwards one migration. Returns `Break` with an error that ends the command.
     fn one(&self) -> ControlFlow<CommandError> {
         let (args, label) = (self.args, self.label);
         let control = self.monitor.waits();
@@ -183,7 +183,7 @@ impl Relay<'_> {
             Ok(report) => {
                 let printed = args.output.print(&report, || relay_table(label, &report));
                 match printed {
-                    // The next migration must not depend on a reader of the last report.
+                    // Only printed: an error while printing the report must not stop later migrations.
                     Err(error) if args.forever => warn!("hotlift: {}", error_line(&error)),
                     Err(error) => return ControlFlow::Break(error.into()),
                     Ok(()) => {}

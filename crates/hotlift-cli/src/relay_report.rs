@@ -1,4 +1,4 @@
-//! Results of a migration through relays: tables and JSON.
+//! Formats the results of migrations through relays, as tables and as JSON.
 
 use comfy_table::Table;
 use hotlift::figures::{JobFigures, SideFigures, shares_of};
@@ -14,12 +14,12 @@ use serde::Serialize;
 use crate::libvirt::virsh::{Domain, Job};
 use crate::report::done_by;
 
-/// One migration through a pair of relays, in the output of `--json`.
+/// A migration through two relays, in the output of `--json`.
 #[derive(Debug, Serialize)]
 pub struct Migration {
-    /// Statistics of the source's QEMU (`query-migrate`): times, rounds, bytes into the relay.
+    /// Statistics of the source's QEMU (`query-migrate`): times, rounds, bytes sent to the relay.
     pub qemu: MigrationInfo,
-    /// Downtime limit at the switchover; `null` if it was the operator's from the start.
+    /// Downtime limit at the switchover; `null` if the operator's limit applied from the start.
     pub downtime_limit: Option<DowntimeLimit>,
     /// Version of the source's QEMU.
     pub source_qemu: Version,
@@ -36,7 +36,7 @@ pub struct Migration {
 }
 
 impl Migration {
-    /// Returns the result table, and CPU time by thread.
+    /// Returns the table of results, and the CPU time of each thread.
     pub fn table(&self) -> String {
         let mut table = new_table(&["migration", ""]);
         let mut row = |name: &str, value: String| {
@@ -58,7 +58,7 @@ impl Migration {
     }
 }
 
-/// One domain moved by libvirt, in the output of `--json`.
+/// A domain that libvirt moved, in the output of `--json`.
 #[derive(Debug, Serialize)]
 pub struct DomainMigration {
     /// The domain.
@@ -66,14 +66,14 @@ pub struct DomainMigration {
     pub domain: Domain,
     /// URI of the destination's libvirt.
     pub to: String,
-    /// libvirt's statistics; `null` if it reports none.
+    /// Statistics of libvirt; `null` if libvirt reports none.
     pub libvirt: Option<Job>,
-    /// Report of the relay at the source; `null` if it failed after the domain had moved.
+    /// Report of the relay at the source; `null` if the relay failed after the domain had moved.
     pub relay: Option<RelayReport>,
 }
 
 impl DomainMigration {
-    /// Returns the result table, and CPU time by thread.
+    /// Returns the table of results, and the CPU time of each thread.
     pub fn table(&self) -> String {
         let mut table = new_table(&["migration", ""]);
         let mut row = |name: &str, value: String| {
@@ -100,7 +100,7 @@ impl DomainMigration {
     }
 }
 
-/// Returns the snapshot of a relay as a line.
+/// Returns a line with the relay's progress, and with a stall if there is one.
 pub fn progress_line(label: &str, progress: &RelayProgress, stall: Option<Stall>) -> String {
     let stall = stall.map_or_else(String::new, |stall| format!("{stall}, "));
     format!(
@@ -114,10 +114,10 @@ pub fn progress_line(label: &str, progress: &RelayProgress, stall: Option<Stall>
     )
 }
 
-/// One saved VM, in the output of `--json`.
+/// A saved VM, in the output of `--json`.
 #[derive(Debug, Serialize)]
 pub struct Saved {
-    /// Statistics of the source's QEMU (`query-migrate`): times, rounds, bytes into the relay.
+    /// Statistics of QEMU (`query-migrate`): times, rounds, bytes sent to the relay.
     pub qemu: MigrationInfo,
     /// Report of the relay between QEMU and the file.
     pub relay: RelayReport,
@@ -126,7 +126,7 @@ pub struct Saved {
 }
 
 impl Saved {
-    /// Returns the result table, and CPU time by thread.
+    /// Returns the table of results, and the CPU time of each thread.
     pub fn table(&self) -> String {
         let ram = self.qemu.ram.clone().unwrap_or_default();
         let mut table = new_table(&["save", ""]);
@@ -145,7 +145,7 @@ impl Saved {
     }
 }
 
-/// Returns the result table of one relay.
+/// Returns the table of one relay's results.
 pub fn relay_table(label: &str, report: &RelayReport) -> String {
     let mut table = new_table(&[label, ""]);
     let mut row = |name: &str, value: String| {
@@ -207,7 +207,8 @@ fn cpu(side: &SideFigures) -> String {
     format!("{:.2} s, {:.2} core-s/GiB", side.cpu_s, side.core_s_per_gib)
 }
 
-/// Returns the bytes that QEMU wrote to its sockets: up to 8.0 its total lacks the bytes of multifd.
+/// Returns the bytes that QEMU wrote to all its sockets. Up to QEMU 8.0, its total does not contain the bytes of multifd, so
+/// the larger count is returned.
 fn sent_by_qemu(ram: &MigrationStats) -> u64 {
     ram.transferred.max(ram.multifd_bytes)
 }

@@ -1,4 +1,4 @@
-//! The result of migrations: a table in the style of published ones, CPU by thread, and JSON.
+//! Formats the results of several migrations: a table in the style of published ones, CPU time by thread, and JSON.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,10 +18,10 @@ use hotlift_vmm::{GuestKind, GuestSettings};
 use serde::ser::Error;
 use serde::{Serialize, Serializer};
 
-/// State of a migration that a signal ended.
+/// State in the results of a migration that a signal ended.
 const INTERRUPTED: &str = "interrupted";
 
-/// Options with their own field or column in a run.
+/// Options that have a field of their own in [`Run`], or a column of their own in the table.
 const FIELDS: &[&str] = &[
     "multifd-compression",
     "compress",
@@ -31,8 +31,8 @@ const FIELDS: &[&str] = &[
     "downtime-limit",
 ];
 
-/// One migration in the output of `--json`. Times in milliseconds, CPU in seconds and percent of one core; `hotlift::figures`
-/// defines every figure.
+/// A migration in the output of `--json`. Times are in milliseconds, CPU times in seconds and in percent of one core.
+/// `hotlift::figures` defines every figure.
 #[derive(Debug, Clone, Serialize)]
 pub struct Run {
     pub guest: String,
@@ -48,21 +48,21 @@ pub struct Run {
     pub zero_page_detection: String,
     pub max_bandwidth: u64,
     pub downtime_limit_ms: u128,
-    /// All other options that differ from their defaults, as typed; without multifd, `multifd` is `off`.
+    /// All other options that differ from their defaults, as typed. If multifd is off, `multifd` is `off`.
     pub options: BTreeMap<&'static str, String>,
     pub ram_bytes: u64,
     pub status: String,
     pub error: Option<String>,
-    /// True if the guest ran on and no write was lost; `null` if the other host checks it.
+    /// True if the guest ran after the migration and lost no write; `null` if the other host checks this.
     pub verified: Option<bool>,
-    /// Figures measured by the source; the destination's if the source's are unknown.
+    /// Figures that the source measured; the destination's figures if the source's are unknown.
     #[serde(flatten, serialize_with = "without_side")]
     pub figures: SourceReport,
     pub source: Option<SideFigures>,
     pub destination: Option<SideFigures>,
 }
 
-/// Returns [`Run::options`].
+/// Returns the value of [`Run::options`].
 fn others(options: &Options) -> BTreeMap<&'static str, String> {
     let defaults = Options::default();
     OPTIONS
@@ -80,7 +80,7 @@ fn others(options: &Options) -> BTreeMap<&'static str, String> {
         .collect()
 }
 
-/// Serializes a report without its side, which a [`Run`] has in its field `source`.
+/// Serializes the source's report without its field `side`, which is in the field `source` of [`Run`].
 fn without_side<S: Serializer>(report: &SourceReport, to: S) -> Result<S::Ok, S::Error> {
     let mut figures = serde_json::to_value(report).map_err(S::Error::custom)?;
     if let Some(figures) = figures.as_object_mut() {
@@ -117,14 +117,14 @@ impl Run {
         }
     }
 
-    /// Adds the source's figures.
+    /// Adds the figures of the source.
     pub fn sent(&mut self, mut report: SourceReport) {
         self.status = Status::Completed.name().to_owned();
         self.source = Some(std::mem::take(&mut report.side));
         self.figures = report;
     }
 
-    /// Marks it as interrupted, and adds the last measurement.
+    /// Marks the migration as interrupted, and adds the last progress snapshot.
     pub fn interrupted(&mut self, last: &ProgressSnapshot) {
         self.status = INTERRUPTED.to_owned();
         self.figures.total_ms = last.elapsed_ms;
@@ -139,7 +139,7 @@ impl Run {
         self.figures.pages_per_second = last.pages_per_second;
     }
 
-    /// Adds the destination's figures, relative to the source's total time if known.
+    /// Adds the figures of the destination; percentages refer to the source's total time, if that is known.
     pub fn received(&mut self, report: DestinationReport) {
         if self.source.is_none() {
             self.status = Status::Completed.name().to_owned();
@@ -158,13 +158,13 @@ impl Run {
         }
     }
 
-    /// Adds a failure.
+    /// Adds the error of a failed migration; a later error does not replace it.
     pub fn failed(&mut self, error: &str) {
         self.status = Status::Failed.name().to_owned();
         self.error.get_or_insert_with(|| error.to_owned());
     }
 
-    /// Returns true if it completed and the guest passed its check, if there was one.
+    /// Returns true if the migration completed, and the guest passed its check or was not checked here.
     pub fn is_good(&self) -> bool {
         self.status == Status::Completed.name()
             && self.verified != Some(false)
@@ -179,13 +179,13 @@ impl Run {
     }
 }
 
-/// Returns all tables.
+/// Returns the tables of results, CPU time by thread, and accelerator jobs.
 pub fn all(runs: &[Run]) -> String {
     let tables = [Some(results(runs)), Some(threads(runs)), jobs(runs)];
     tables.into_iter().flatten().collect::<Vec<_>>().join("\n")
 }
 
-/// Heads of the result table.
+/// Column headings of the table of results.
 pub const RESULTS: &[&str] = &[
     "method",
     "ch",
@@ -202,7 +202,7 @@ pub const RESULTS: &[&str] = &[
     "verified",
 ];
 
-/// Returns the result table.
+/// Returns the table of results, with one row per migration.
 pub fn results(runs: &[Run]) -> String {
     let rows: Vec<_> = runs.iter().map(row).collect();
     let mut lines = option_lines(runs);
@@ -222,7 +222,7 @@ fn row(run: &Run) -> Vec<String> {
         (None, "completed") => "-".to_owned(),
         (None, status) => status.to_owned(),
     };
-    // Values that were not measured are left out.
+    // If nothing was measured, the cells are empty.
     let is_measured = run.figures.total_ms > 0.0;
     let is_whole = is_measured && run.status == Status::Completed.name();
     let figure = |is_known: bool, text: String| match is_known {
@@ -248,7 +248,7 @@ fn row(run: &Run) -> Vec<String> {
     ]
 }
 
-/// Returns the options that differ from the usual ones, a line per setting.
+/// Returns the options that differ from the usual ones, one line for each set of options.
 fn option_lines(runs: &[Run]) -> Vec<String> {
     let words = |run: &Run| {
         let words = run
@@ -273,13 +273,13 @@ fn option_lines(runs: &[Run]) -> Vec<String> {
     lines
 }
 
-/// Returns the share of each method, if each packet has its own.
+/// Returns the share of each method, if each packet has its own method; `None` otherwise.
 fn shares(run: &Run) -> Option<String> {
     let methods = &run.figures.methods;
     (!methods.is_empty()).then(|| format!("{}: {}", run.name(), shares_of(methods)))
 }
 
-/// Returns the effect of auto-converge, if it was on.
+/// Returns the effect of auto-converge (throttling of the vCPUs); `None` if it was off.
 fn throttled(run: &Run) -> Option<String> {
     run.options.get("auto-converge")?;
     Some(match run.figures.throttle_percent {
@@ -291,7 +291,7 @@ fn throttled(run: &Run) -> Option<String> {
     })
 }
 
-/// Returns CPU time by thread: one column per migration, in as many tables as the terminal's width requires.
+/// Returns the CPU time by thread, with one column per migration. Makes several tables if the terminal is too narrow.
 pub fn threads(runs: &[Run]) -> String {
     let names = runs
         .iter()
@@ -305,10 +305,10 @@ pub fn threads(runs: &[Run]) -> String {
     tables.collect::<Vec<_>>().join("\n")
 }
 
-/// Head of the names of threads.
+/// Heading of the column with thread names.
 const THREADS: &str = "thread, CPU ms";
 
-/// Characters of 999 seconds of CPU time in milliseconds.
+/// Width of a CPU time of 999 seconds in milliseconds, in characters.
 const LONGEST_MS: usize = 8;
 
 fn threads_of(runs: &[Run]) -> Table {
@@ -352,7 +352,7 @@ fn threads_of(runs: &[Run]) -> Table {
     table
 }
 
-/// Returns the table of jobs that accelerators did, or the CPU in their place; `None` if there were none.
+/// Returns the table of jobs (units of work) of accelerators, or of the CPU in their place; `None` if there were no jobs.
 pub fn jobs(runs: &[Run]) -> Option<String> {
     let sides = runs.iter().flat_map(|run| {
         let sides = [("source", &run.source), ("destination", &run.destination)];
@@ -383,7 +383,7 @@ pub fn jobs(runs: &[Run]) -> Option<String> {
         "raw pages",
         "done by",
     ]);
-    // Printed once below the table; in its cells it would make rows high.
+    // Reasons are printed once below the table: in its cells they would make the rows high.
     let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
     for (method, side, jobs) in rows {
         if let Some(why) = &jobs.fallback {
@@ -412,7 +412,7 @@ pub fn jobs(runs: &[Run]) -> Option<String> {
     Some(lines.join("\n"))
 }
 
-/// Returns the names of the devices that did the jobs; also the CPU, if it did some.
+/// Returns the names of the devices that did the jobs, and the CPU if it did some.
 fn devices_text(jobs: &JobFigures) -> String {
     let devices = jobs.devices.join(", ");
     match &jobs.fallback {
@@ -422,13 +422,13 @@ fn devices_text(jobs: &JobFigures) -> String {
     }
 }
 
-/// Returns the devices and the CPU, with the reason for a fallback to the CPU.
+/// Returns the devices and the CPU that did the jobs. If the CPU replaced a device, adds the reason.
 pub fn done_by(jobs: &JobFigures) -> String {
     let devices = devices_text(jobs);
     match &jobs.fallback {
         None => devices,
         Some(why) => {
-            // Removes the device from the start of the reason if the text already names it.
+            // The text already names the device, so it is removed from the start of the reason.
             let of_the_one = match jobs.hardware {
                 0 => None,
                 _ => why.strip_prefix(&format!("{}: ", jobs.devices.join(", "))),
@@ -438,7 +438,7 @@ pub fn done_by(jobs: &JobFigures) -> String {
     }
 }
 
-/// Writes all runs as a JSON array.
+/// Writes the results of all migrations to the file `path`, as a JSON array.
 pub fn write_json(path: &Path, runs: &[Run]) -> Result<(), TerminalError> {
     let failed = FileError::writing(path);
     let mut text = serde_json::to_string_pretty(runs).map_err(|error| failed(error.into()))?;

@@ -1,4 +1,4 @@
-//! `hotlift restore`: loads a guest from a file into a QEMU.
+//! `hotlift restore`: loads a saved guest from a file into a QEMU.
 
 mod lazily;
 
@@ -39,7 +39,7 @@ use crate::output_args::OutputArgs;
 use crate::relay_report::relay_table;
 use crate::save_file::{location, named};
 
-/// First bytes of a stream of QEMU (`QEMU_VM_FILE_MAGIC`).
+/// First bytes of QEMU's migration stream (`QEMU_VM_FILE_MAGIC`).
 const QEMU_FILE_MAGIC: [u8; 4] = *b"QEVM";
 
 /// Flags of `restore`.
@@ -97,7 +97,8 @@ pub struct RestoreArgs {
 }
 
 impl RestoreArgs {
-    /// Returns the command that loads the remaining pages from `file` into a guest in a QEMU with a QMP socket at `qmp`.
+    /// Returns the command line that loads the remaining pages of a lazily restored guest from `file`; `qmp` is the QMP socket
+    /// of the guest's QEMU.
     fn to_resume(&self, file: &str, qmp: Option<&QmpAddress>) -> String {
         let qmp = qmp.map_or("ADDRESS".to_owned(), QmpAddress::to_string);
         let mut words = vec![
@@ -116,7 +117,7 @@ impl RestoreArgs {
         shlex::try_join(words).unwrap_or_default()
     }
 
-    /// Returns the file, with TLS to its server.
+    /// Returns the location of the save file, with TLS settings if a server has it.
     fn file(&self) -> Result<Location, SharedError> {
         let options = &self.limits.tls;
         let tls = match self.file.server() {
@@ -134,7 +135,7 @@ impl RestoreArgs {
     }
 }
 
-/// Runs the command.
+/// Runs `hotlift restore`.
 pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     let restored = restore(args).map_err(|error| named(error, &args.file));
     match args.resume {
@@ -143,7 +144,8 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     }
 }
 
-/// Adds to the error of a failed `--resume` that the guest still waits, unless the error reports otherwise.
+/// Adds to the error of a failed `--resume` that the guest still waits for its pages. Leaves errors unchanged that report the
+/// guest's state themselves.
 fn as_still_waiting(error: CommandError) -> CommandError {
     match error {
         CommandError::Qemu(QemuError::NotPaused { .. })
@@ -228,10 +230,10 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
     Ok(printed?)
 }
 
-/// Compares the saved VM with the VM that receives its guest.
+/// Compares the saved VM with the VM of the QEMU that receives the guest. Prints the differences.
 ///
 /// # Errors
-/// QEMU refuses a difference.
+/// If QEMU would refuse a difference, and `--ignore-differences` was not given.
 fn compare_saved(
     args: &RestoreArgs,
     info: &FileInfo,
@@ -241,11 +243,11 @@ fn compare_saved(
     let saved = Vm {
         machine: Some(info.machine.clone()).filter(|machine| !machine.is_empty()),
         uuid: info.uuid.parse().unwrap_or_default(),
-        // The file of an older or newer command has fewer values to compare.
+        // Another version of this command may have recorded fewer values, or none that can be read.
         ..saved.and_then(Result::ok).unwrap_or_default()
     };
     let there = match args.resume {
-        // This QEMU has the guest, and devices may have been plugged since its start.
+        // Compares only the machine and the UUID: this QEMU has the guest, and devices may have been plugged later.
         true => Vm::identity(&mut destination.qemu()).map_err(at_destination)?,
         false => destination.vm(Some(&saved))?,
     };
@@ -257,7 +259,7 @@ fn compare_saved(
     Ok(())
 }
 
-/// Waits until QEMU confirms the load, and reports it, even if no process reads the figures.
+/// Waits until QEMU confirms that it has loaded the guest, and prints this on standard error.
 fn await_load(
     destination: Destination,
     clock: &GuestClock,
@@ -275,8 +277,9 @@ fn await_load(
     )
 }
 
-/// Reports QEMU's statement about its guest; `trouble` is an error of the restore. `never` creates the error if QEMU has no
-/// guest. `unknown` creates it if this is not known; its flag is true if QEMU answers. Both get the reason.
+/// Prints QEMU's statement about the guest, or returns the error for this statement. `trouble` is an error of the restore.
+/// `never` returns the error if QEMU never ran the guest. `unknown` returns the error if QEMU's state is unknown; its flag is
+/// true if QEMU answers. Both get the reason.
 fn conclude(
     statement: Statement,
     (destination, clock): (Destination, &GuestClock),
@@ -297,7 +300,7 @@ fn conclude(
             clock.is_here(&state);
             Ok(())
         }
-        // Leaves a QEMU running that has the guest and does not run it.
+        // The QEMU is not ended: it has the guest, but does not run it.
         Statement::Stopped { reason, can_run } => Err(CommandError::NotRunning {
             reasons: match trouble {
                 Some(trouble) if !trouble.contains(&reason) => {
@@ -323,7 +326,7 @@ fn conclude(
     }
 }
 
-/// Handles a failure of the relay: reports the cause, and whether the guest runs nevertheless.
+/// Determines the result after the relay failed: the guest may run nevertheless.
 fn failed(
     error: &MigrationError,
     destination: Destination,
@@ -362,12 +365,12 @@ fn failed(
     concluded
 }
 
-/// Prints the damaged parts, which are zero in the guest.
+/// Prints the damaged parts of the file; these pages are zero in the guest.
 fn print_lost_pages(lost: &LostPages) {
     warn!("hotlift: lost: {lost}");
 }
 
-/// Leaves a QEMU running that may or may not run the guest.
+/// Returns the error for a QEMU that may or may not run the guest. Does not end this QEMU.
 fn not_known(destination: Destination, reasons: String) -> CommandError {
     CommandError::NotKnown {
         reasons,
@@ -375,8 +378,8 @@ fn not_known(destination: Destination, reasons: String) -> CommandError {
     }
 }
 
-/// Returns the file's own description if Hotlift wrote it. For a file of QEMU, only the presence of a stream is checked; the
-/// stream describes itself.
+/// Returns the description in a file that Hotlift wrote; `None` for a file that QEMU wrote. In such a file, only the start of a
+/// migration stream is checked; the stream itself describes the VM.
 fn info(
     args: &RestoreArgs,
     file: &Location,

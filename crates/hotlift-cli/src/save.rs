@@ -1,4 +1,4 @@
-//! `hotlift save`: saves the guest of a running QEMU in a file.
+//! `hotlift save`: saves the guest of a running QEMU to a file.
 
 use std::io::ErrorKind;
 use std::os::fd::BorrowedFd;
@@ -56,7 +56,7 @@ enum Format {
     MappedRam,
 }
 
-/// Runs the command.
+/// Runs `hotlift save`.
 pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let mut settings = args.migration.relay_settings()?;
@@ -86,7 +86,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     };
     let limit = LimitArgs {
         own: args.migration.downtime_limit(),
-        // The downtime of a guest that is saved needs no low limit.
+        // The downtime limit is not raised step by step: a saved guest needs no low downtime.
         ramps: false,
     };
     let wait = &mut |wakes: &[BorrowedFd<'_>], until, _: &_| {
@@ -102,7 +102,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
             relay,
             file_bytes: length(&args.file),
         }),
-        // A file runs no guest.
+        // No guest runs at a file.
         Ok(Relayed {
             outcome: Err(error),
             ..
@@ -119,7 +119,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     if let Some(how) = &ended {
         warn!("{how} during the save");
     }
-    // The file is complete under its name: later failures of QEMU do not matter.
+    // The file is complete and has its final name: later failures of QEMU do not matter.
     let file = args.file.display();
     match args.keep_running && source.was_running() && ended.is_none() {
         false => warn!("{file} is written; the guest is left paused"),
@@ -135,7 +135,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     Ok(args.output.print(&saved, || saved.table())?)
 }
 
-/// Returns the error of a save, which has no destination.
+/// Converts an error of QEMU to an error of the save: there is no destination, so other advice applies.
 fn not_saved(error: QemuError, advice: Option<&'static str>) -> CommandError {
     match error {
         QemuError::Failed { reasons } => CommandError::Save {
@@ -150,7 +150,7 @@ fn not_saved(error: QemuError, advice: Option<&'static str>) -> CommandError {
     }
 }
 
-/// Returns the next step after a file had no room.
+/// Returns the next step if the file system was full; `None` for other errors.
 pub fn room(error: &MigrationError) -> Option<&'static str> {
     let MigrationError::File(FileError::Write { source, .. }) = error else {
         return None;

@@ -1,16 +1,16 @@
-//! Location of a save file, and errors of its content.
+//! Location of a save file on the command line, and errors about its content.
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use hotlift::file::Location;
 
 use crate::error::CommandError;
 
-/// Returns the parser of a save file's location.
+/// Returns the parser for the location of a save file.
 pub fn location() -> impl TypedValueParser<Value = Location> {
     OsStringValueParser::new().try_map(|text| Location::parse(&text))
 }
 
-/// Names the file in an error of its content.
+/// Adds the name of the file to an error about its content.
 pub fn named(error: CommandError, file: &Location) -> CommandError {
     let of_file = |reasons: String| {
         let file = file.to_string();

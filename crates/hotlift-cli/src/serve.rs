@@ -1,4 +1,5 @@
-//! `hotlift serve`: waits on the destination host for `hotlift migrate`, and prepares a QEMU; or serves files.
+//! `hotlift serve`: waits on the destination host for `hotlift migrate`, and prepares a QEMU. With `--files`, serves save
+//! files.
 
 mod files;
 
@@ -39,10 +40,10 @@ use crate::error::CommandError;
 use crate::flush_args::FlushArgs;
 use crate::peer::{Answer, Differences, Hello, SourceMessage};
 
-/// Time for a source with closed connections to send its reason.
+/// Longest wait for the source's reason of a failure after the relay's connections have closed.
 const REASON: Duration = Duration::from_secs(2);
 
-/// Interval of progress messages.
+/// Interval of progress messages to the source.
 const PROGRESS: Duration = Duration::from_secs(1);
 
 /// Flags of `serve`.
@@ -91,17 +92,17 @@ pub struct ServeArgs {
     command: Vec<OsString>,
 }
 
-/// Result of the connection of one source.
+/// Result of one source's connection.
 enum SourceResult {
-    /// It was refused; another source may follow.
+    /// The source was refused; another source may connect.
     SentAway(CommandError),
-    /// It compared its VM with the destination's; another source may follow.
+    /// The source only compared the VMs; another source may connect.
     Compared,
-    /// Its migration ended.
+    /// The migration of the source has ended.
     Over(Result<(), CommandError>),
 }
 
-/// Runs the command.
+/// Runs `hotlift serve`.
 pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     if let Some(folder) = &args.files {
@@ -112,14 +113,14 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     };
     if args.qmp.is_none() {
         process::waiting(&args.command)?;
-        // A missing program would fail every source.
+        // Checked now: without this program, every source would fail.
         process::find(&args.command)?;
     }
     let mut held = args.qmp.as_ref().map(Destination::held).transpose()?;
     let tls = security::tls(&args.limits.tls, &args.listen)?;
     let listener = args.listen.listen()?;
     if args.data_port != 0 {
-        // A port in use would fail every source.
+        // Checked now: if the port is in use, every source would fail.
         drop(pages_at(host, args.data_port).listen()?);
     }
     let events = Events::new();
@@ -148,25 +149,25 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     }
 }
 
-/// Settings for receiving a guest.
+/// Settings of a host that receives a guest.
 struct Host<'a> {
     args: &'a ServeArgs,
     interrupt: &'a Interrupt,
-    /// Address for data connections.
+    /// Address on which the relay listens for the pages.
     host: &'a str,
-    /// TLS for messages and pages.
+    /// TLS settings for messages and pages; `None` without TLS.
     tls: Option<Arc<Tls>>,
     monitor: &'a RelayMonitor,
 }
 
 impl Host<'_> {
-    /// Waits for sources, until the migration of one has ended.
+    /// Accepts sources until the migration of one has ended. `held` is a QEMU that was given with `--qmp`.
     fn wait(
         &self,
         listener: &Listener,
         held: &mut Option<Destination>,
     ) -> Result<(), CommandError> {
-        // A reason is printed once until it changes.
+        // The last printed reason: a reason is printed again only after another one.
         let trouble = Mutex::new(String::new());
         let report_failure = |why: &str| {
             let mut trouble = trouble.lock().unwrap_or_else(PoisonError::into_inner);
@@ -207,14 +208,14 @@ impl Host<'_> {
         }
     }
 
-    /// Prepares a QEMU, and receives a guest into it.
+    /// Prepares a QEMU for the source of `hello`, and receives the guest.
     fn receive(
         &self,
         source: &mut Conversation,
         hello: &Hello,
         held: &mut Option<Destination>,
     ) -> SourceResult {
-        // A QEMU can take time to start. The next messages detect a source that has gone.
+        // Send errors are ignored: the next message detects that the source has disconnected. A QEMU may take time to start.
         let _ = source.send(&Answer::Progress { received_bytes: 0 });
         let destination = match held.take() {
             Some(destination) => Ok(destination),
@@ -249,7 +250,8 @@ impl Host<'_> {
         SourceResult::Over(self.migrate(source, hello, vm, destination))
     }
 
-    /// Returns the destination's VM if it can receive the source's guest.
+    /// Returns a description of the destination's VM. Returns an error if QEMU would refuse its differences from the source's
+    /// VM, unless the source ignores them.
     fn compare(&self, hello: &Hello, destination: &Destination) -> Result<Box<Vm>, QemuError> {
         let vm = destination.vm(Some(&hello.vm))?.within(vm::MESSAGE_MAX);
         match hello.differences {
@@ -261,7 +263,7 @@ impl Host<'_> {
         Ok(vm.into())
     }
 
-    /// Checks that both sides leave RAM in the same files, or neither does.
+    /// Checks that source and destination map RAM from the same files, or that neither uses `--ignore-shared`.
     fn shares_memory(&self, hello: &Hello, destination: &Destination) -> Result<(), QemuError> {
         match (&hello.shared_memory, self.args.ignore_shared) {
             (Some(at_source), true) => {
@@ -282,7 +284,7 @@ impl Host<'_> {
         }
     }
 
-    /// Receives the guest into `destination`.
+    /// Receives the guest into `destination`, and reports the result to the source.
     fn migrate(
         &self,
         source: &mut Conversation,
@@ -318,7 +320,7 @@ impl Host<'_> {
         }
     }
 
-    /// Lets QEMU listen on `socket`, and listens for the pages at a port.
+    /// Makes the destination's QEMU listen on `socket`, and opens the port for the pages.
     fn get_ready(
         &self,
         hello: &Hello,
@@ -345,8 +347,8 @@ impl Host<'_> {
         }
     }
 
-    /// Runs the relay, sends its progress to the source, and cancels it if the source disconnects before the commit. Also
-    /// returns the source's reason for a failure.
+    /// Runs the relay, and sends its progress to the source. Cancels it if the source disconnects before the commit. Returns
+    /// the relay's result, and the source's reason if the source reported a failure.
     fn relay(
         &self,
         source: &mut Conversation,
@@ -388,7 +390,8 @@ impl Host<'_> {
         Ok((outcome, source_failure))
     }
 
-    /// Serves the source until `ended` is readable. Returns its reason for a failure.
+    /// Exchanges messages with the source until `ended` is readable. Returns the source's reason if the source reported a
+    /// failure.
     fn serve_source(
         &self,
         source: &mut Conversation,
@@ -425,7 +428,7 @@ impl Host<'_> {
             }
             if from_source.is_err() || failure.is_some() {
                 source_is_there = from_source.is_ok();
-                // Not after the commit: the source's other connections may also be lost, and it then queries the outcome.
+                // Not cancelled after the commit: the source may have lost all connections, and then queries the outcome.
                 if !custody.is_released() {
                     control.cancel();
                 }
@@ -434,7 +437,7 @@ impl Host<'_> {
         failure
     }
 
-    /// Waits for QEMU to run the guest after a complete stream, and leaves it running.
+    /// After a complete stream, waits until QEMU runs the guest, reports this to the source, and leaves QEMU running.
     fn await_load(
         &self,
         source: &mut Conversation,
@@ -442,12 +445,12 @@ impl Host<'_> {
         settle_timeout: Duration,
         report: RelayReport,
     ) -> Result<(), CommandError> {
-        // An earlier signal arrived during the handover and was too late; another one ends the wait.
+        // A signal during the handover came too late to cancel. Only a later signal ends this wait.
         self.interrupt.forget();
         match destination.statement_in_time(settle_timeout, self.interrupt) {
             Statement::Here { state } => {
                 let report = Box::new(report);
-                // The guest is here, even if the source does not receive this.
+                // Send errors are ignored: the guest is here, even if the source does not learn this.
                 let _ = source.send(&Answer::Completed {
                     state: state.clone(),
                     report,
@@ -458,13 +461,13 @@ impl Host<'_> {
             Statement::Stopped { reason, can_run } => {
                 Err(not_running(source, destination, reason, can_run))
             }
-            // The relay does not see this in the stream, whose end was no error for the source.
+            // The relay cannot see this failure: the end of the stream was no error for the source.
             Statement::Ended { reason } => {
                 let _ = source.send(&failed(reason.clone(), DestinationKnowledge::NotHere));
                 Err(QemuError::Failed { reasons: reason }.into())
             }
             Statement::GuestEnded { how, by_itself } => report_ended(source, how, by_itself),
-            // QEMU accepted the guest on the stream, so its current state does not prove that the guest never ran.
+            // QEMU accepted the guest on the stream. So its current state does not prove that the guest never ran.
             Statement::Never { reason } => {
                 let error = CommandError::NotTaken { reason };
                 let _ = source.send(&failed(error_line(&error), DestinationKnowledge::Unknown));
@@ -474,7 +477,7 @@ impl Host<'_> {
         }
     }
 
-    /// Handles a failure of the relay: sends the source the cause and the location of the guest.
+    /// After the relay failed, determines where the guest is, and reports this and the cause to the source.
     fn failed(
         &self,
         source: &mut Conversation,
@@ -490,7 +493,7 @@ impl Host<'_> {
         }
         let statement = destination.after_failure(in_doubt, settle_timeout, self.interrupt);
         let trouble = match error {
-            // This host is the destination.
+            // This host is the destination, so the error needs no prefix.
             MigrationError::Destination { reason } => reason.clone(),
             error => error.chain(),
         };
@@ -522,7 +525,7 @@ impl Host<'_> {
                     let _ = receive_failure(source, &[], Instant::now() + REASON, &mut failure);
                 }
                 let reasons = match (failure, error) {
-                    // The source ended this relay.
+                    // The source's failure ended this relay, so it is the cause.
                     (Some(failure), MigrationError::Cancelled) => format!("the source: {failure}"),
                     (Some(failure), _) => format!("{reasons}; the source: {failure}"),
                     (None, _) => reasons,
@@ -536,7 +539,7 @@ impl Host<'_> {
     }
 }
 
-/// Returns the address for the pages; port 0 selects a free one.
+/// Returns the address on which the relay listens for the pages; with port 0 the system chooses a free port.
 fn pages_at(host: &str, port: u16) -> Address {
     Address::Tcp {
         host: host.to_owned(),
@@ -544,7 +547,7 @@ fn pages_at(host: &str, port: u16) -> Address {
     }
 }
 
-/// Returns a text with the port of the pages, for a firewall.
+/// Returns a line that names the port of the pages, for the rules of a firewall.
 fn of_data_port(port: u16) -> String {
     match port {
         0 => "pages arrive at another, free port (--data-port PORT sets it)".to_owned(),
@@ -552,7 +555,8 @@ fn of_data_port(port: u16) -> String {
     }
 }
 
-/// Receives messages of the source until `until`, or until one of `others` is readable; stores the reason of a failure.
+/// Receives one message of the source until `until`, or until one of `others` is readable. Stores the reason if the message
+/// reports a failure.
 fn receive_failure(
     source: &mut Conversation,
     others: &[BorrowedFd<'_>],
@@ -569,7 +573,7 @@ fn failed(reason: String, guest: DestinationKnowledge) -> Answer {
     Answer::Failed { reason, guest }
 }
 
-/// Prints that the guest is here, and leaves its QEMU running.
+/// Prints that the guest is here. Leaves its QEMU running.
 fn print_arrival(state: &RunState, destination: Destination) {
     print_line!(
         "the guest {} here: {}",
@@ -578,7 +582,7 @@ fn print_arrival(state: &RunState, destination: Destination) {
     );
 }
 
-/// Leaves a QEMU running that has the guest and does not run it.
+/// Reports to the source that QEMU has the guest, but does not run it. Leaves QEMU running, and returns the error.
 fn not_running(
     source: &mut Conversation,
     destination: Destination,
@@ -594,8 +598,8 @@ fn not_running(
     }
 }
 
-/// Reports that the guest was here, and that its QEMU has ended: the source must not run the guest again. It is a failure if
-/// the guest did not end by itself.
+/// Reports to the source that QEMU has ended after it had the guest: the source must not run the guest again. Returns an error
+/// unless the guest ended by itself.
 fn report_ended(
     source: &mut Conversation,
     how: String,
@@ -610,7 +614,7 @@ fn report_ended(
     Ok(())
 }
 
-/// Leaves a QEMU running that may or may not run the guest.
+/// Reports to the source that QEMU may or may not run the guest. Leaves QEMU running, and returns the error.
 fn not_known(source: &mut Conversation, destination: Destination, reasons: String) -> CommandError {
     let _ = source.send(&failed(reasons.clone(), DestinationKnowledge::Unknown));
     CommandError::NotKnown {
@@ -619,13 +623,13 @@ fn not_known(source: &mut Conversation, destination: Destination, reasons: Strin
     }
 }
 
-/// Sends a refusal to a source, which may be gone.
+/// Sends a refusal to the source. Send errors are ignored: the source may have disconnected.
 fn refuse(source: &mut Conversation, error: &dyn std::error::Error) {
     let reason = error_line(error);
     let _ = source.send(&Answer::Refused { reason });
 }
 
-/// Returns the address of a listener, with the port that the system chose.
+/// Returns the address of `listener`, with the port that the system chose.
 fn address_of(listener: &Listener) -> Result<Address, TerminalError> {
     listener
         .address()

@@ -1,4 +1,4 @@
-//! `hotlift settle`: lets the operator decide which host runs a guest that a migration left paused (exit code 3).
+//! `hotlift settle`: the operator decides which host runs a guest that a migration left paused (exit code 3).
 
 use std::time::Duration;
 
@@ -12,13 +12,13 @@ use hotlift_terminal::output::warn;
 
 use crate::error::CommandError;
 
-/// Longest time for connecting to the QMP socket before the operator is informed of the wait.
+/// Time without a connection to the QMP socket after which the operator sees that the command waits.
 const SILENCE: Duration = Duration::from_secs(2);
 
-/// Longest time for the second attempt to connect to the QMP socket.
+/// Longest time for the second attempt to connect to the QMP socket, after the operator was informed.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Warning to an operator who lets a guest run here although its migration may have completed.
+/// Warning before the guest is run here, although its migration may have completed.
 const COMPLETED: &str = "hotlift: QEMU's migration is 'completed': if the destination runs the guest too, both write to the \
                          same disks from now on; end one of them at once";
 
@@ -45,7 +45,7 @@ struct GuestLocation {
     there: bool,
 }
 
-/// Runs the command.
+/// Runs `hotlift settle`.
 pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
     let connected = match connect(&args.qmp, SILENCE) {
         Err(QmpError::Timeout { .. }) => {
@@ -68,12 +68,12 @@ pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
         warn!("ended the paused copy here; the guest stays at the destination");
         return Ok(());
     }
-    // In doubt, QEMU also reports 'completed': it has sent the whole guest.
+    // QEMU reports 'completed' also for a migration in doubt: it has sent the whole guest.
     if migration.is_completed() {
         warn!("{COMPLETED}");
     }
-    // In doubt, 'hotlift guest run' ignores a bare 'cont' as a mistake, and accepts it after a 'stop'. A QEMU with a paused
-    // guest ignores 'stop'.
+    // For a guest in doubt, 'hotlift guest run' ignores a 'cont' without a preceding 'stop', as a mistake. A QEMU whose guest
+    // is already paused ignores 'stop'.
     qemu.stop().map_err(at_source)?;
     qemu.cont().map_err(at_source)?;
     let state = qemu.query_status().map_err(at_source)?;
@@ -96,8 +96,8 @@ pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Returns why there is nothing to settle, if so. This command must not end or continue a guest that its operator paused, or
-/// whose migration is running.
+/// Returns the reason why this guest must not be settled; `None` if it may. The command must not change a guest that its
+/// operator paused, or whose migration is running.
 fn problem(state: &StatusInfo, migration: &MigrationInfo) -> Option<String> {
     match state.status.as_str() {
         "postmigrate" => None,

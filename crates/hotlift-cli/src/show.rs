@@ -1,4 +1,4 @@
-//! `hotlift show`: describes a save file.
+//! `hotlift show`: prints a description of a save file.
 
 use clap::Args;
 use hotlift::file::{Description, FileFormat, Location, RamDescription, describe};
@@ -31,7 +31,7 @@ pub struct ShowArgs {
     security: SecurityArgs,
 }
 
-/// Runs the command.
+/// Runs `hotlift show`.
 pub fn run(args: &ShowArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let control = Control::new();
@@ -43,7 +43,7 @@ pub fn run(args: &ShowArgs) -> Result<(), CommandError> {
     let described = interrupt.cancelling(&control, || describe(&file, args.verify, &control));
     let described = described.map_err(|error| match error {
         MigrationError::Cancelled => TerminalError::Interrupted.into(),
-        // Without the prefix of `MigrationError::File`: `CommandError::Show` has its own.
+        // Removes the prefix of `MigrationError::File`: `CommandError::Show` has a prefix of its own.
         MigrationError::File(error) => CommandError::Show {
             reason: error_line(&error),
         },
@@ -143,7 +143,7 @@ fn table(file: &Description) -> String {
     table.to_string()
 }
 
-/// Returns the content of a RAM block.
+/// Returns one line about the content of a RAM block.
 fn ram(block: &RamDescription) -> String {
     let length = bytes(block.bytes);
     match block.pages {
@@ -152,7 +152,8 @@ fn ram(block: &RamDescription) -> String {
     }
 }
 
-/// Returns a command line of QEMU for the file, as far as the file shows it: machine type, RAM, vCPUs and UUID, but no devices.
+/// Returns a command line of QEMU for the file: machine type, RAM, vCPUs and UUID. Devices are missing, since the file does not
+/// describe them fully.
 fn command_line(file: &Description) -> String {
     let mut words = vec!["qemu-system-x86_64".to_owned(), "-machine".to_owned()];
     let machine = match one_line(&file.info.machine) {
@@ -164,7 +165,7 @@ fn command_line(file: &Description) -> String {
         .iter()
         .filter_map(|block| Some((backend(block)?, block.bytes)))
         .collect();
-    // The RAM that QEMU creates from -m alone has the name of the machine, as in pc.ram.
+    // A RAM block that QEMU creates from -m alone has the name of the machine, as in pc.ram.
     let is_own =
         |block: &&RamDescription| block.name.ends_with(".ram") && !block.name.contains('/');
     let (machine, memory) = match (file.ram.iter().find(is_own), backends.as_slice()) {
@@ -195,7 +196,7 @@ fn command_line(file: &Description) -> String {
     format!("{line} … and the source's devices")
 }
 
-/// Returns the id of the memory backend of a RAM block. RAM of devices and firmware has other names.
+/// Returns the id of the memory backend that made a RAM block; `None` for RAM of devices and firmware, which have other names.
 fn backend(block: &RamDescription) -> Option<String> {
     let name = block.name.strip_prefix("/objects/").unwrap_or(&block.name);
     let is_id = !name.is_empty()
@@ -205,7 +206,7 @@ fn backend(block: &RamDescription) -> Option<String> {
     is_id.then(|| name.to_owned())
 }
 
-/// Formats a size as in QEMU's options.
+/// Formats a size in bytes as in QEMU's options.
 fn size(length: u64) -> String {
     match length % (1 << 20) {
         0 => format!("{}M", length >> 20),

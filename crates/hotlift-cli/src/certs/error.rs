@@ -25,7 +25,7 @@ pub enum CertsError {
 }
 
 impl CertsError {
-    /// Returns the next step.
+    /// Returns the next step for the operator; `None` if the message itself contains it.
     pub fn advice(&self) -> Option<&'static str> {
         match self {
             Self::NoCa { .. } => Some(
@@ -40,7 +40,7 @@ impl CertsError {
         }
     }
 
-    /// Returns true if the command line is wrong.
+    /// Returns true if the command line is invalid, and nothing was changed.
     pub fn is_usage(&self) -> bool {
         matches!(
             self,

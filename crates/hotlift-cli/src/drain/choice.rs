@@ -1,4 +1,4 @@
-//! Input of a plan: the domains of this host and the destinations, as their libvirts report them.
+//! Input for the plan of a drain: the domains of this host, and the destinations, as libvirt reports them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter::repeat;
@@ -13,27 +13,27 @@ use crate::drain::plan::{Candidate, DestinationHost, StayReason, short};
 use crate::error::CommandError;
 use crate::libvirt::virsh::{Domain, Libvirt, Memory, State, VirshError};
 
-/// Timeout of the write samples of domains, which take a second.
+/// Timeout for the samples of memory writes of all domains; one sample takes a second.
 const SAMPLES: Duration = Duration::from_secs(10);
 
-/// Poll interval for the samples.
+/// Interval of checks whether the samples are complete.
 const SAMPLE: Duration = Duration::from_millis(200);
 
-/// Domains of this host.
+/// Domains of this host that a drain should move.
 #[derive(Debug, Default)]
 pub struct Domains {
-    /// Domains with running guests.
+    /// Domains whose guests run.
     running: BTreeSet<Domain>,
-    /// Domains with paused guests, as after a migration with an unknown end.
+    /// Domains whose guests are paused, as after a migration with unknown result.
     paused: BTreeSet<Domain>,
 }
 
 impl Domains {
-    /// Returns all active domains, or those with given names and UUIDs. One that is no longer active here is left out, so that
-    /// the same command continues with the rest.
+    /// Returns all active domains, or only those whose names or UUIDs are `typed`. Skips domains that are not active here any
+    /// more, so that the same command can be repeated.
     ///
     /// # Errors
-    /// [`CommandError::NoDomain`] for a name that exists neither here nor at a destination; [`VirshError`].
+    /// [`CommandError::NoDomain`] for a name that exists neither here nor at a destination; [`VirshError`] if libvirt fails.
     pub fn chosen(
         here: &Libvirt,
         typed: &[String],
@@ -70,7 +70,7 @@ impl Domains {
         }
     }
 
-    /// Measures the sizes and write rates of the domains. A domain that has ended in the meantime is left out.
+    /// Returns the domains with their memory sizes and write rates. Skips domains that have ended in the meantime.
     pub fn measured(&self, here: &Libvirt) -> Vec<Candidate> {
         let deadline = Instant::now() + SAMPLES;
         let memory = self.memory(here, deadline);
@@ -84,17 +84,17 @@ impl Domains {
         running.chain(paused).filter_map(candidate).collect()
     }
 
-    /// Returns libvirt's figures of all domains, with write samples of running ones. Returns none after an error: the caller
-    /// queries each missing domain separately.
+    /// Returns libvirt's memory figures of all domains, with write rates of running ones. Returns an empty map after an error:
+    /// the caller then queries each domain separately.
     fn memory(&self, here: &Libvirt, deadline: Instant) -> BTreeMap<String, Memory> {
         let running: Vec<_> = self.running.iter().collect();
-        // The plan does not require samples.
+        // Errors are ignored: a plan is possible without samples.
         let _ = here.sample_writes(&running);
         sampled(here, None, deadline).unwrap_or_default()
     }
 }
 
-/// Returns the memory figures of a domain, or of all, once no sample is running.
+/// Returns the memory figures of a domain (`of`), or of all. Waits until no sample is running, or until `deadline`.
 fn sampled(
     here: &Libvirt,
     of: Option<&Domain>,
@@ -145,10 +145,10 @@ fn candidate(
     })
 }
 
-/// Returns the destinations that answer, with their memory.
+/// Returns the destinations that answer, with their free memory.
 ///
 /// # Errors
-/// [`VirshError`] if none does.
+/// [`VirshError`] if no destination answers.
 pub fn destinations(uris: &[String]) -> Result<Vec<DestinationHost>, VirshError> {
     let asked: Vec<_> = uris
         .iter()
@@ -168,7 +168,7 @@ pub fn destinations(uris: &[String]) -> Result<Vec<DestinationHost>, VirshError>
             Err(error) => failed.push((uri, error)),
         }
     }
-    // This error ends the command, so it is not printed as a warning.
+    // This error ends the command and is printed then, so it is not printed as a warning.
     let last = match places.is_empty() {
         true => failed.pop(),
         false => None,
@@ -184,7 +184,7 @@ pub fn destinations(uris: &[String]) -> Result<Vec<DestinationHost>, VirshError>
 
 impl DestinationHost {
     fn has(&self, typed: &str) -> bool {
-        // A destination that no longer answers does not count.
+        // A destination that does not answer any more counts as one without this domain.
         matches!(Libvirt::at(&self.uri).find(typed), Ok(Some(_)))
     }
 }

@@ -1,4 +1,4 @@
-//! Output of a drain: the state of each domain.
+//! Prints the state of each domain during a drain.
 
 use std::io::IsTerminal;
 
@@ -10,30 +10,30 @@ use serde::Serialize;
 use crate::drain::plan::{Step, short};
 use crate::libvirt::virsh::Job;
 
-/// State of a domain.
+/// State of a domain in a drain.
 #[derive(Debug, Clone, Serialize)]
 #[serde(tag = "state", rename_all = "kebab-case")]
 pub enum MoveState {
-    /// Its move has not started.
+    /// The move has not started.
     Waiting,
-    /// Its move is running, with its statistics so far.
+    /// The move is running; `job` has libvirt's statistics so far.
     UnderWay {
         #[serde(skip)]
         job: Option<Job>,
     },
-    /// The destination has it.
+    /// The domain is at the destination.
     Moved { job: Option<Job> },
-    /// It stayed here, and runs.
+    /// The move failed, and the domain runs here.
     Stayed { reason: String },
-    /// It ended before its move, and is on neither host.
+    /// The domain ended before its move, and is on neither host.
     Ended { reason: String },
-    /// Its move was not started.
+    /// The move was not started, for this reason.
     NotBegun { reason: String },
-    /// Its state is unknown.
+    /// The host that has the domain is unknown.
     Unknown { reason: String },
 }
 
-/// A domain and its state.
+/// A domain of the plan, with its state.
 #[derive(Debug, Clone, Serialize)]
 pub struct Outcome {
     #[serde(flatten)]
@@ -42,7 +42,7 @@ pub struct Outcome {
     pub move_state: MoveState,
 }
 
-/// Returns the table of their states.
+/// Returns a table with the states of all domains.
 pub fn table(outcomes: &[Outcome]) -> String {
     let mut table = new_table(&["domain", "to", "memory", "state", "seconds", "down ms"]);
     for Outcome { step, move_state } in outcomes {
@@ -70,7 +70,7 @@ pub fn table(outcomes: &[Outcome]) -> String {
     table.to_string()
 }
 
-/// Output during a drain: on a terminal the table, rewritten; elsewhere a line per change.
+/// Output during a drain: on a terminal a table that is rewritten; elsewhere one line per change.
 pub struct Display {
     quiet: bool,
     terminal: bool,
@@ -78,7 +78,7 @@ pub struct Display {
 }
 
 impl Display {
-    /// Creates the output; shows nothing if `quiet`.
+    /// Creates the output; prints nothing during the drain if `quiet`.
     pub fn new(quiet: bool) -> Self {
         Self {
             quiet,
@@ -87,12 +87,12 @@ impl Display {
         }
     }
 
-    /// Returns true if it shows a table, with statistics of the migrations.
+    /// Returns true if the output is a table, which needs statistics of the migrations.
     pub fn is_table(&self) -> bool {
         self.terminal && !self.quiet
     }
 
-    /// Prints a line for the state of a domain, unless there is a table.
+    /// Prints a line with the state of a domain; nothing if the output is a table.
     pub fn note(&self, outcome: &Outcome) {
         if self.quiet || self.terminal {
             return;
@@ -111,7 +111,7 @@ impl Display {
         output::progress(&format!("{domain} to {to}: {text}\n"));
     }
 
-    /// Rewrites the table.
+    /// Prints the table in the place of the previous one.
     pub fn show(&mut self, outcomes: &[Outcome]) {
         if !self.is_table() {
             return;
@@ -120,7 +120,7 @@ impl Display {
         let mut text = table(outcomes);
         for Outcome { step, move_state } in outcomes {
             if let MoveState::UnderWay { job: Some(job) } = move_state
-                // At the start of a migration, libvirt does not know its size.
+                // libvirt reports a size of 0 at the start of a migration.
                 && job.memory_bytes > 0
             {
                 let left = bytes(job.remaining_bytes);
@@ -131,10 +131,10 @@ impl Display {
         output::progress(&format!("{text}\n"));
     }
 
-    /// Removes the table.
+    /// Removes the table from the terminal.
     pub fn finish(&mut self) {
         if self.lines > 0 {
-            // Moves the cursor up by the lines of the table, and clears the rest of the screen.
+            // Moves the cursor to the first line of the table, and clears the rest of the screen.
             output::progress(&format!("\x1b[{}A\x1b[J", self.lines));
             self.lines = 0;
         }

@@ -1,4 +1,4 @@
-//! One domain's move within a drain, in a separate thread, so that a slow answer of libvirt delays no other domain.
+//! Moves one domain of a drain, in a thread of its own: a slow answer of libvirt then delays no other move.
 
 use std::ffi::OsString;
 use std::io::PipeReader;
@@ -16,41 +16,41 @@ use crate::drain::plan::Step;
 use crate::libvirt::guest_location::{GuestLocation, guest_location};
 use crate::libvirt::virsh::{ABORT_AGAIN, Domain, Job, Libvirt, Migrating, State, VirshError};
 
-/// Interval of queries to libvirt during a migration.
+/// Interval at which a move queries libvirt for statistics.
 pub const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Domain to move.
+/// One domain's move.
 #[derive(Debug)]
 pub struct Move {
     pub here: Libvirt,
     pub step: Step,
     /// Options of `virsh migrate`.
     pub options: Vec<OsString>,
-    /// True if the operator sees its statistics during the migration.
+    /// True if the operator sees statistics during the migration, so they must be queried.
     pub is_displayed: bool,
-    /// Readable once it must not start any more, or must abort.
+    /// Readable once the move must not start any more, or must be aborted.
     pub abort: PipeReader,
 }
 
 /// Progress or end of a move.
 #[derive(Debug)]
 pub enum MoveEvent {
-    /// Statistics so far.
+    /// libvirt's statistics of the migration so far.
     Job(Job),
     /// The move ended.
     Ended {
-        /// State of the domain.
+        /// Final state of the domain.
         move_state: MoveState,
-        /// Reason if its destination is lost.
+        /// Reason why the destination counts as lost; `None` if it answers.
         lost: Option<String>,
     },
 }
 
 impl Move {
-    /// Starts the move, and sends its events; its end comes last.
+    /// Starts the move in a new thread, and passes its events to `report`; the last one is [`MoveEvent::Ended`].
     pub fn start(self, report: impl Fn(MoveEvent) + Send + 'static) {
         thread::spawn(move || {
-            // A drain waits for the end of each move, also after a panic of its thread.
+            // The drain waits for the end event of each move, so it is also sent after a panic.
             let ended = catch_unwind(AssertUnwindSafe(|| self.follow(&report)));
             report(ended.unwrap_or_else(|_| {
                 let reason = "the thread that watches its migration panicked".to_owned();
@@ -94,7 +94,7 @@ impl Move {
         loop {
             let abort = self.abort.as_fd();
             let to_abort = is_readable(abort);
-            // The abort is retried until the migration is far enough to be aborted.
+            // Repeated until libvirt can abort the migration.
             if to_abort && !is_aborted {
                 is_aborted = self.here.abort(domain).is_ok();
             }
@@ -116,10 +116,10 @@ impl Move {
         }
     }
 
-    /// Starts the migration. `None`: it must not start any more.
+    /// Starts the migration. Returns `None` if the move must not start any more.
     fn begin(&self, to: &Libvirt) -> Result<Option<Migrating>, VirshError> {
         let mut options = self.options.clone();
-        // A drained host must keep no definitions of moved domains.
+        // The domain's definition moves, too: a drained host must not keep it.
         if self.here.is_persistent(&self.step.domain)? {
             options.extend(["--persistent", "--undefinesource"].map(OsString::from));
         }
@@ -130,7 +130,7 @@ impl Move {
     }
 }
 
-/// Returns the state of a domain whose migration has ended.
+/// Returns the final state of a domain whose migration has ended with the result `ended`.
 fn move_state(
     here: &Libvirt,
     to: &Libvirt,

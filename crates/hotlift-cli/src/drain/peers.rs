@@ -1,4 +1,4 @@
-//! Check that the destinations of a drain answer.
+//! Checks during a drain that the destinations answer.
 
 use std::collections::BTreeSet;
 use std::thread;
@@ -9,16 +9,16 @@ use hotlift_terminal::error::error_line;
 use crate::drain::plan::{Plan, short};
 use crate::libvirt::virsh::{Libvirt, VirshError};
 
-/// Interval of queries to a destination; after two without an answer it is lost.
+/// Interval of queries to a destination. After two queries without an answer it counts as lost.
 const PEER_POLL_INTERVAL: Duration = Duration::from_secs(3);
 
-/// Returns why a destination is lost.
+/// Returns the text for the operator: the destination `to` is lost, because of `error`.
 pub fn lost_for(to: &Libvirt, error: &VirshError) -> String {
     format!("lost {}: {}", short(to.uri()), error_line(error))
 }
 
-/// Checks that the destinations of a plan answer: a migration to a silent one may never end, and cannot succeed. Calls `lost`
-/// once for each lost one. The check ends with the command.
+/// Starts threads that check that each destination of the plan answers: a migration to a lost one cannot succeed, and may never
+/// end. Calls `lost` once for each lost destination. The threads run until the process ends.
 pub fn watch(plan: &Plan, lost: impl Fn(UnreachableHost) + Clone + Send + 'static) {
     let uris = plan.steps.iter().filter_map(|step| step.to.as_deref());
     for uri in uris.collect::<BTreeSet<_>>() {
@@ -27,10 +27,10 @@ pub fn watch(plan: &Plan, lost: impl Fn(UnreachableHost) + Clone + Send + 'stati
     }
 }
 
-/// Destination that does not answer.
+/// A destination that does not answer.
 #[derive(Debug)]
 pub struct UnreachableHost {
-    /// URI of its libvirt.
+    /// URI of the destination's libvirt.
     pub uri: String,
     /// Reason for the operator.
     pub reason: String,

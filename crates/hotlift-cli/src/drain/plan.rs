@@ -1,8 +1,8 @@
-//! The plan of a drain: the destination and the order of its domains.
+//! Plans a drain: chooses the destination of each domain, and the order of the moves.
 //!
-//! Short moves come first: they take load from the host, and the memory with the highest write rate then has the link to
-//! itself. Several moves run at once only while their writes fit in half of the link. With more writes, concurrent moves extend
-//! each other's rounds so much that moves in sequence are faster.
+//! Short moves come first: they reduce the load of the host early. The domain with the highest write rate then has the link
+//! alone. Several moves run at the same time only if their write rates together need at most half of the link. With more
+//! writes, parallel moves extend each other's rounds, and moves one after another are faster.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -14,37 +14,39 @@ use serde::Serialize;
 
 use crate::libvirt::virsh::{Domain, host_of};
 
-/// Default bandwidth of the link in bytes per second: 1 Gbit/s, the slowest of today's hosts.
+/// Default bandwidth of the link, in bytes a second: 1 Gbit/s, the slowest link of today's hosts.
 pub const LINK: u64 = 125_000_000;
 
-/// Default number of concurrent moves: while one guest is paused for its last pages, another uses the link.
+/// Default number of parallel moves: while one guest is paused for its last pages, the other move uses the link.
 const AT_ONCE: usize = 2;
 
-/// Limit for more than `AT_ONCE` concurrent moves, in seconds: the time that the link needs for the memory of these domains,
-/// uncompressed. libvirt needs a second for each domain before its first page and after its last one, in which the link would
-/// be idle. Eight domains of 256 MiB at 1 Gbit/s took 10.1 s all at once, 11.6 s four at once, and 13 s two at once.
+/// Limit of small domains, in seconds: more than `AT_ONCE` of them may move in parallel if the link sends all their memory,
+/// uncompressed, within this time. libvirt needs a second for each domain before its first page and after its last one, in
+/// which the link would be idle. Eight domains of 256 MiB at 1 Gbit/s took 10.1 s all at once, 11.6 s four at once, and 13 s
+/// two at once.
 const SMALL_SECONDS: u64 = 20;
 
-/// Default limit of small domains that move at once.
+/// Default number of parallel moves of small domains.
 const AT_ONCE_SMALL: usize = 8;
 
-/// Limits of a drain.
+/// Limits of a drain for parallel moves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Budget {
-    /// Bandwidth of the link in bytes per second.
+    /// Bandwidth of the link, in bytes a second.
     pub bandwidth: u64,
-    /// Maximum concurrent moves.
+    /// Maximum of parallel moves.
     pub at_once: usize,
-    /// Maximum concurrent moves of small domains.
+    /// Maximum of parallel moves if all these domains are small.
     pub at_once_small: usize,
-    /// True if this host's agent was queried for its limits.
+    /// True if an agent runs on this host, and its limits were applied.
     pub agent: bool,
 }
 
 impl Budget {
-    /// Creates the budget from the given values. The defaults do not exceed the limits of this host's agent: further migrations
-    /// would wait in the agent, with their QEMUs already migrating, and the compression of each takes a core or more.
+    /// Creates the budget from the given values, or from defaults within the limits of this host's agent. With more migrations
+    /// than the agent permits, some would wait in the agent while their QEMUs already migrate. The compression of each
+    /// migration takes a core or more.
     pub fn new(bandwidth: Option<u64>, at_once: Option<u8>, agent: Option<&AgentInfo>) -> Self {
         let limit = |limit: fn(&AgentInfo) -> u64| agent.map(limit).filter(|limit| *limit > 0);
         let places = limit(|agent| agent.migrations.into()).unwrap_or(u64::MAX);
@@ -65,7 +67,7 @@ impl Budget {
         }
     }
 
-    /// Returns true if a step may start beside the running ones.
+    /// Returns true if the move `step` may start while the moves `under_way` are running.
     pub fn may_begin(&self, step: &Step, under_way: &[&Step]) -> bool {
         let sum = |of: fn(&Step) -> u64| {
             let all = under_way.iter().copied().chain([step]);
@@ -96,16 +98,16 @@ impl fmt::Display for Budget {
     }
 }
 
-/// Domain to move.
+/// A domain that a drain may move.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Candidate {
     /// The domain.
     pub domain: Domain,
-    /// Size of its memory in bytes.
+    /// Size of the domain's memory, in bytes.
     pub memory: u64,
-    /// Bytes written per second; `None` if unknown.
+    /// Write rate of the guest, in bytes a second; `None` if unknown.
     pub written: Option<u64>,
-    /// Reason why it stays, if it does.
+    /// Reason why the domain must stay here; `None` if it may move.
     pub stays: Option<StayReason>,
 }
 
@@ -115,9 +117,9 @@ pub struct Candidate {
 pub enum StayReason {
     /// No destination has enough memory.
     NoRoom,
-    /// Its guest is paused.
+    /// The guest of the domain is paused.
     Still,
-    /// libvirt does not report its size.
+    /// libvirt does not report the memory size of the domain.
     Unmeasured,
 }
 
@@ -130,11 +132,11 @@ impl StayReason {
         }
     }
 
-    /// Returns the reason for the operator.
+    /// Returns the reason as text for the operator.
     pub fn reason(self) -> &'static str {
         match self {
             Self::NoRoom => "no destination has enough memory",
-            // A migration with an unknown end leaves a paused copy, perhaps beside a running one.
+            // A migration with unknown result leaves a paused copy, and the guest may run elsewhere.
             Self::Still => {
                 "it is paused here: check 'virsh list --all' at the destinations; if none runs it, 'virsh resume' continues it"
             }
@@ -143,47 +145,48 @@ impl StayReason {
     }
 }
 
-/// Possible destination of a drain.
+/// A possible destination of a drain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DestinationHost {
-    /// URI of its libvirtd.
+    /// URI of the destination's libvirt.
     pub uri: String,
-    /// Bytes of its free memory.
+    /// Free memory of the destination, in bytes.
     pub free: u64,
 }
 
-/// Line of the plan.
+/// A domain in the plan: its move, or the reason why it stays.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Step {
     /// The domain.
     #[serde(flatten)]
     pub domain: Domain,
-    /// Size of its memory in bytes.
+    /// Size of the domain's memory, in bytes.
     pub memory_bytes: u64,
-    /// Bytes written per second; `null` if unknown.
+    /// Write rate of the guest, in bytes a second; `null` if unknown.
     pub written_per_second: Option<u64>,
-    /// URI of the destination's libvirtd; `null` if it stays.
+    /// URI of the destination's libvirt; `null` if the domain stays.
     pub to: Option<String>,
-    /// Reason why it stays; `null` if it moves.
+    /// Reason why the domain stays; `null` if it moves.
     pub stays: Option<StayReason>,
-    /// Seconds of the move alone, uncompressed; `null` if its memory is written faster than the link transfers.
+    /// Expected duration of the move without parallel moves and without compression, in seconds. `null` if the guest writes its
+    /// memory faster than the link transfers it.
     pub seconds: Option<u64>,
 }
 
-/// Moves of a drain, in this order.
+/// Plan of a drain.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Plan {
-    /// Limits of the plan.
+    /// Limits for parallel moves.
     #[serde(flatten)]
     pub budget: Budget,
-    /// The domains.
+    /// All domains, in the order of their moves.
     pub steps: Vec<Step>,
 }
 
 impl Plan {
-    /// Orders `candidates`, and assigns each to the place with the most free memory left.
+    /// Orders `candidates`, and assigns each to the destination that then has the most free memory.
     pub fn new(
         candidates: Vec<Candidate>,
         mut places: Vec<DestinationHost>,
@@ -213,7 +216,7 @@ impl Plan {
         Self { budget, steps }
     }
 
-    /// Returns the limits and the table of the plan.
+    /// Returns the limits, and the table of all domains in the plan.
     pub fn table(&self) -> String {
         let mut table = new_table(&["domain", "to", "memory", "written/s", "alone"]);
         for step in &self.steps {
@@ -233,7 +236,7 @@ impl Plan {
     }
 }
 
-/// Returns a URI as shown: its host, or all of it.
+/// Returns the host in a URI of libvirt; the whole URI if it contains no host.
 pub fn short(uri: &str) -> String {
     host_of(uri).unwrap_or(uri).to_owned()
 }
@@ -243,7 +246,8 @@ fn seconds(one: &Candidate, bandwidth: u64) -> Option<u64> {
     (left > 0).then(|| one.memory.div_ceil(left))
 }
 
-/// Compares two steps: short moves first, then moves that would not end, then domains that stay. The domain breaks ties.
+/// Compares two steps by their order in the plan: short moves, moves that would not end, domains that stay. If equal, compares
+/// the domains.
 fn earlier(one: &Step, other: &Step) -> Ordering {
     let key = |step: &Step| {
         let seconds = step.seconds.unwrap_or(u64::MAX);

@@ -1,31 +1,32 @@
-//! Location of a domain after a failed migration, from both libvirts.
+//! Determines where a domain is after a failed migration, from the libvirt of both hosts.
 
 use crate::libvirt::virsh::{Domain, Libvirt, State, VirshError};
 
-/// Location of a domain after a failed migration.
+/// Host of a domain after a failed migration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GuestLocation {
-    /// Here, as before.
+    /// The domain is on this host, as before the migration.
     Here,
-    /// At the destination nevertheless.
+    /// The domain is at the destination, although the migration failed.
     There,
-    /// It has ended, on both hosts.
+    /// The domain has ended, and is on neither host.
     Ended,
-    /// Unknown, or on both hosts.
+    /// The host is unknown, or the domain is on both hosts.
     Unknown {
-        /// Statements of the libvirts.
+        /// State of the domain on each host, as libvirt reports it.
         seen: String,
     },
 }
 
-/// Errors of the source's libvirt when it ended the migration before it ordered the destination's to run the guest (libvirt 9,
-/// and before 8).
+/// Texts in errors of the source's libvirt. They show that this libvirt ended the migration before it ordered the destination
+/// to run the guest (libvirt 9, and before 8).
 const ENDED_HERE: &[&str] = &["job 'migration out'", "migration out job", "migration job"];
 
-/// Error of `virsh` when the destination's libvirt was never reached.
+/// Text in the error of `virsh` if it could not connect to the destination's libvirt.
 const NOT_BEGUN: &str = "unable to connect to server";
 
-/// Queries both libvirts for the location of a domain that was `was` before, and whose migration failed for `reason`.
+/// Determines where `domain` is after its migration failed with the error `reason`. Queries both libvirts. `was` is the state
+/// of the domain before the migration.
 pub fn guest_location(
     here: &Libvirt,
     to: &Libvirt,
@@ -41,9 +42,9 @@ pub fn guest_location(
     )
 }
 
-/// Returns true if `reason` proves that the destination's libvirt got no order to run the guest. A broken connection to it at
-/// the end of a migration proves nothing: this host's libvirt continues the guest, while the order may still be in transit or
-/// queued in a stopped process. Seen with a libvirtd that was stopped for a minute, and then also ran the guest.
+/// Returns true if the error `reason` proves that the destination's libvirt got no order to run the guest. A broken connection
+/// to the destination at the end of a migration proves nothing. This host's libvirt then continues the guest, but the order may
+/// still arrive later. Seen with a destination's libvirtd that was stopped for a minute, and then also ran the guest.
 fn is_ended_here(reason: &str) -> bool {
     let mut words = ENDED_HERE.iter().chain([&NOT_BEGUN]);
     words.any(|words| reason.contains(words))
@@ -59,7 +60,7 @@ fn location_from(
         (Ok(State::Gone), Ok(State::Gone)) => GuestLocation::Ended,
         (Ok(State::Gone), Ok(there)) if *there == was => GuestLocation::There,
         (Ok(here), Ok(State::Gone)) if *here == was => GuestLocation::Here,
-        // The destination has not removed the prepared domain yet, or does not answer.
+        // The destination does not answer, or has not removed the prepared domain yet.
         (Ok(State::Running), Ok(State::Paused | State::Ending) | Err(_))
             if was == State::Running && is_ended_here =>
         {

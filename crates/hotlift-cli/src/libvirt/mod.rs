@@ -1,4 +1,4 @@
-//! libvirt of this host and of others, through virsh.
+//! Access to libvirt of this host and of other hosts, through its command `virsh`.
 
 pub mod guest_location;
 pub mod virsh;

@@ -1,7 +1,7 @@
-//! libvirt, through its command `virsh`: domains and migrations.
+//! Queries and migrates domains of libvirt, through its command `virsh`.
 //!
-//! `virsh` instead of libvirt's library: authentication, URIs and options are the operator's, no ABI of another release enters
-//! this process, and a call that hangs blocks a child process, not a thread of this one.
+//! The command has advantages over libvirt's library. The operator's authentication, URIs and options apply. This process does
+//! not depend on the ABI of a libvirt release. A call that hangs blocks a child process, not a thread of this process.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -16,37 +16,37 @@ use hotlift_qmp::one_line;
 
 use crate::libvirt::virsh_run::Run;
 
-/// Timeout of libvirt's answer, over SSH and while it works on the domain.
+/// Timeout for libvirt's answer: over SSH, and while libvirt works on the domain.
 const ANSWER: Duration = Duration::from_secs(40);
 
-/// Poll interval while libvirt ends a QEMU.
+/// Interval of queries while libvirt ends a QEMU.
 const ENDING_POLL: Duration = Duration::from_millis(200);
 
-/// Interval of attempts to abort a migration that libvirt cannot abort yet.
+/// Interval of attempts to abort a migration, until libvirt can abort it.
 pub const ABORT_AGAIN: Duration = Duration::from_millis(200);
 
-/// Maximum bytes kept of the output of `virsh`.
+/// Limit of the output of `virsh` that is stored, in bytes.
 const MAX_OUTPUT: usize = 1 << 20;
 
-/// Length of a UUID as libvirt prints it.
+/// Length of a UUID in libvirt's output, in characters.
 const UUID: usize = 36;
 
 /// Error of a query to libvirt.
 #[derive(Debug, thiserror::Error)]
 pub enum VirshError {
-    /// The command cannot be run.
+    /// `virsh` cannot be run.
     #[error("cannot run 'virsh'")]
     Run(#[source] io::Error),
-    /// The answer is an error.
+    /// libvirt answered with an error.
     #[error("libvirt at {at}: {output}")]
     Refused { at: String, output: String },
-    /// There is no answer.
+    /// libvirt did not answer in time.
     #[error("libvirt at {at} did not answer within {ANSWER:?}")]
     Silent { at: String },
-    /// The answer is too long.
+    /// The output is longer than the limit.
     #[error("libvirt at {at} answered with more than {MAX_OUTPUT} bytes")]
     TooLong { at: String },
-    /// The answer is invalid.
+    /// The output has an unexpected form.
     #[error("libvirt at {at} sent '{output}' instead of {what}")]
     Garbage {
         at: String,
@@ -55,35 +55,36 @@ pub enum VirshError {
     },
 }
 
-/// State of a domain, as far as a migration needs it.
+/// State of a domain on a host, reduced to what a migration needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// Its guest runs.
+    /// The guest of the domain runs.
     Running,
-    /// Its guest is paused.
+    /// The guest of the domain is paused.
     Paused,
-    /// Its guest has ended, and libvirt is ending its QEMU.
+    /// The guest has ended, and libvirt is ending the QEMU.
     Ending,
-    /// It does not exist, or has no guest.
+    /// The domain does not exist on this host, or has no guest.
     Gone,
 }
 
-/// Prefixes of the output of `virsh domstate --reason` for an ended guest whose QEMU has not ended.
+/// Prefixes of the output of `virsh domstate --reason` if the guest has ended, but its QEMU has not.
 const ENDING: [&str; 2] = ["in shutdown", "paused (shutting down)"];
 
-/// Domain, the same on every host. virsh tries an argument as ID, then as UUID, last as name: a name of digits would select
-/// another domain. So queries use only the UUID, and the name is for the operator.
+/// A domain (VM of libvirt), with the UUID and name that it has on every host. virsh tries an argument as an ID first, then as
+/// a UUID, then as a name: a name of digits could select another domain. So queries use only the UUID.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 pub struct Domain {
-    /// Name for the operator.
+    /// Name, for messages to the operator.
     #[serde(rename = "domain")]
     pub name: String,
-    /// UUID as libvirt prints it.
+    /// UUID, in libvirt's notation.
     pub uuid: String,
 }
 
 impl Domain {
-    /// Returns the domain among `domains` with a typed UUID or name; as in virsh, a UUID has priority.
+    /// Returns the domain of `domains` with the UUID or name `typed`; `None` if there is none. As in virsh, UUIDs have
+    /// precedence.
     pub fn find<'a>(domains: &'a [Self], typed: &str) -> Option<&'a Self> {
         let has_uuid = |domain: &&Self| domain.uuid.eq_ignore_ascii_case(typed);
         let has_name = |domain: &&Self| domain.name == typed;
@@ -91,10 +92,10 @@ impl Domain {
         all.clone().find(has_uuid).or_else(|| all.find(has_name))
     }
 
-    /// Parses a line of `virsh list --uuid --name`.
+    /// Parses a line of `virsh list --uuid --name`; `None` if it has another form.
     fn of_line(line: &str) -> Option<Self> {
         let (uuid, rest) = line.split_at_checked(UUID)?;
-        // A name may begin and end with spaces.
+        // Spaces at the start and end belong to the name.
         let name = rest.strip_prefix(' ')?;
         Some(Self {
             name: name.to_owned(),
@@ -103,13 +104,13 @@ impl Domain {
     }
 }
 
-/// A libvirtd.
+/// The libvirt of a host, addressed by its URI.
 #[derive(Debug, Clone)]
 pub struct Libvirt {
     uri: String,
 }
 
-/// Returns the host in a URI of libvirt; `None` if it has none.
+/// Returns the host in a URI of libvirt; `None` if the URI contains no host.
 pub fn host_of(uri: &str) -> Option<&str> {
     let (_, rest) = uri.split_once("://")?;
     let authority = rest.split(['/', '?']).next()?;
@@ -121,40 +122,40 @@ pub fn host_of(uri: &str) -> Option<&str> {
     (!host.is_empty()).then_some(host)
 }
 
-/// Statistics of a migration so far, from libvirt.
+/// libvirt's statistics of a migration.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Job {
-    /// Milliseconds since the start.
+    /// Time since the start of the migration, in milliseconds.
     pub total_ms: u64,
-    /// Downtime of the guest in milliseconds; `null` while it runs.
+    /// Downtime of the guest, in milliseconds; `null` while the guest runs.
     pub downtime_ms: Option<u64>,
-    /// Bytes of the guest's memory.
+    /// Size of the guest's memory, in bytes.
     pub memory_bytes: u64,
-    /// Remaining bytes of it.
+    /// Memory that is not sent yet, in bytes.
     pub remaining_bytes: u64,
 }
 
-/// Memory figures of a domain, from libvirt.
+/// libvirt's figures of a domain's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
-    /// Size in bytes.
+    /// Size of the memory, in bytes.
     pub bytes: u64,
-    /// Bytes written per second; `None` if not sampled.
+    /// Write rate of the guest, in bytes a second; `None` without a complete sample.
     pub written: Option<u64>,
-    /// True while it is being sampled.
+    /// True while libvirt samples the writes.
     pub is_sampled_now: bool,
 }
 
 impl Libvirt {
-    /// Returns the libvirtd at a URI.
+    /// Returns the libvirt at the URI `uri`; does not connect.
     pub fn at(uri: &str) -> Self {
         Self {
             uri: uri.to_owned(),
         }
     }
 
-    /// Returns its URI.
+    /// Returns the URI of this libvirt.
     pub fn uri(&self) -> &str {
         &self.uri
     }
@@ -166,15 +167,15 @@ impl Libvirt {
             .args(["--quiet", "--connect", &self.uri])
             .args(words)
             .stdin(Stdio::null());
-        // A terminal's Ctrl-C goes to this process, which handles it.
+        // A separate process group: Ctrl-C in a terminal signals only this process, which handles it.
         command.process_group(0);
         command
     }
 
-    /// Runs a query of virsh.
+    /// Runs `virsh` with the arguments `words`, and returns its output.
     ///
     /// # Errors
-    /// [`VirshError`].
+    /// [`VirshError`] if `virsh` cannot run, fails, does not answer in time, or prints too much.
     pub fn ask(&self, words: &[&str]) -> Result<String, VirshError> {
         let mut command = self.command(words);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -202,14 +203,14 @@ impl Libvirt {
         }
     }
 
-    /// Returns the state of a domain here.
+    /// Returns the state of a domain on this libvirt's host.
     ///
     /// # Errors
-    /// [`VirshError`]; a missing domain is no error.
+    /// [`VirshError`] if libvirt fails. A missing domain is [`State::Gone`], not an error.
     pub fn state(&self, domain: &Domain) -> Result<State, VirshError> {
         match self.ask(&["domstate", "--reason", "--domain", &domain.uuid]) {
             Ok(output) => Ok(state(output.trim())),
-            // virsh prints the same for a missing domain, for missing permission and for a broken connection: only a list
+            // For a missing domain, a missing permission and a broken connection, virsh prints the same error. Only a list
             // without the domain proves that it is gone.
             Err(refused @ VirshError::Refused { .. }) => {
                 let all = self.domains(&["--all"])?;
@@ -222,10 +223,11 @@ impl Libvirt {
         }
     }
 
-    /// Returns the state after libvirt has ended the QEMU of an ended guest.
+    /// Returns the state of a domain. If its guest has ended, first waits until libvirt has ended the QEMU, with the timeout of
+    /// an answer.
     ///
     /// # Errors
-    /// [`VirshError`].
+    /// [`VirshError`] if libvirt fails.
     pub fn settled_state(&self, domain: &Domain) -> Result<State, VirshError> {
         let deadline = Instant::now() + ANSWER;
         loop {
@@ -236,7 +238,7 @@ impl Libvirt {
         }
     }
 
-    /// Returns `reason` with the cause of the domain's end as a prefix, if libvirt has it.
+    /// Returns `reason`, with the cause of the domain's end as a prefix if libvirt reports one.
     pub fn with_end(&self, domain: &Domain, reason: String) -> String {
         let words = ["domstate", "--reason", "--domain", &domain.uuid];
         match self.ask(&words).ok().and_then(|output| end(output.trim())) {
@@ -245,20 +247,20 @@ impl Libvirt {
         }
     }
 
-    /// Returns true if a domain is defined here, not only running.
+    /// Returns true if the host has a definition of the domain; false if the domain only runs (transient).
     ///
     /// # Errors
-    /// [`VirshError`].
+    /// [`VirshError`] if libvirt fails.
     pub fn is_persistent(&self, domain: &Domain) -> Result<bool, VirshError> {
-        // From the list: for `dominfo` libvirt queries QEMU, and that took 0.9 s while QEMU sampled writes.
+        // From the list, since `dominfo` queries QEMU: this took 0.9 s while QEMU sampled writes.
         let persistent = self.domains(&["--all", "--persistent"])?;
         Ok(persistent.iter().any(|one| one.uuid == domain.uuid))
     }
 
-    /// Returns the domains here selected by flags of `virsh list`.
+    /// Returns the domains of the host that the flags `which` of `virsh list` select.
     ///
     /// # Errors
-    /// [`VirshError`].
+    /// [`VirshError`] if libvirt fails.
     pub fn domains(&self, which: &[&str]) -> Result<Vec<Domain>, VirshError> {
         let output = self.ask(&[&["list", "--uuid", "--name"], which].concat())?;
         let lines = output.lines().filter(|line| !line.is_empty());
@@ -268,19 +270,19 @@ impl Libvirt {
         lines.map(domain).collect()
     }
 
-    /// Returns the domain with a name or UUID, running or not; `None` if it is not here.
+    /// Returns the running or stopped domain with the UUID or name `typed`; `None` if the host has no such domain.
     ///
     /// # Errors
-    /// [`VirshError`].
+    /// [`VirshError`] if libvirt fails.
     pub fn find(&self, typed: &str) -> Result<Option<Domain>, VirshError> {
         let all = self.domains(&["--all"])?;
         Ok(Domain::find(&all, typed).cloned())
     }
 
-    /// Starts a sample of the writes of domains, for one second. Domains that cannot be sampled are left out.
+    /// Starts a sample of the guests' memory writes, for one second. Skips domains that cannot be sampled.
     ///
     /// # Errors
-    /// [`VirshError`].
+    /// [`VirshError`] if `virsh` fails as a whole.
     pub fn sample_writes(&self, domains: &[&Domain]) -> Result<(), VirshError> {
         let sample = |domain: &&Domain| {
             let uuid = &domain.uuid;
@@ -290,10 +292,10 @@ impl Libvirt {
         self.ask(&[&format!("{lines}echo")]).map(drop)
     }
 
-    /// Returns the memory figures of a domain, or of all active ones, by name.
+    /// Returns the memory figures of one domain, or of all active domains if `of` is `None`, by domain name.
     ///
     /// # Errors
-    /// [`VirshError`], also if the domain does not exist.
+    /// [`VirshError`] if libvirt fails, or if the domain does not exist.
     pub fn memory(&self, of: Option<&Domain>) -> Result<BTreeMap<String, Memory>, VirshError> {
         let which = of.map_or("--list-active", |domain| &domain.uuid);
         let output = self.ask(&["domstats", "--balloon", "--dirtyrate", which])?;
@@ -301,10 +303,10 @@ impl Libvirt {
         found.ok_or_else(|| self.garbage("the memory of domains", &output))
     }
 
-    /// Returns the bytes of this host's memory that are available for guests.
+    /// Returns the host's memory that is available for guests, in bytes: free and cached memory.
     ///
     /// # Errors
-    /// [`VirshError`].
+    /// [`VirshError`] if libvirt fails.
     pub fn free_memory(&self) -> Result<u64, VirshError> {
         let output = self.ask(&["nodememstats"])?;
         let of = |name| {
@@ -316,11 +318,12 @@ impl Libvirt {
         Ok(kib.saturating_add(cached).saturating_mul(1 << 10))
     }
 
-    /// Returns the statistics of a domain's migration; with `completed`, of the one that brought it here. `None` without one.
+    /// Returns the statistics of the domain's running migration or, with `completed`, of the migration that brought it to this
+    /// host. `None` if libvirt reports none.
     pub fn job(&self, domain: &Domain, completed: bool) -> Option<Job> {
         let mut line = vec!["domjobinfo", "--rawstats", "--domain", &domain.uuid];
         if completed {
-            // Keeps them for other clients.
+            // Keeps the statistics in libvirt, for later queries.
             line.extend(["--completed", "--keep-completed"]);
         }
         let output = self.ask(&line).ok()?;
@@ -333,10 +336,10 @@ impl Libvirt {
         })
     }
 
-    /// Starts `virsh migrate --live` of a domain to another libvirt, with further options.
+    /// Starts `virsh migrate --live` of `domain` to the libvirt `to`, with the further options `options`.
     ///
     /// # Errors
-    /// `virsh` cannot be run.
+    /// [`VirshError::Run`] if `virsh` cannot be started.
     pub fn migrate(
         &self,
         domain: &Domain,
@@ -360,11 +363,11 @@ impl Libvirt {
         Ok(Migrating(run))
     }
 
-    /// Aborts a domain's migration, which then fails; the guest stays. (A signal to `virsh migrate` has no effect without a
-    /// terminal.)
+    /// Aborts the migration of a domain: the migration fails, and the guest stays on the source host. (A signal to `virsh
+    /// migrate` has no effect without a terminal.)
     ///
     /// # Errors
-    /// [`VirshError`], also if there is none to abort.
+    /// [`VirshError`] if libvirt fails, or if no migration can be aborted.
     pub fn abort(&self, domain: &Domain) -> Result<(), VirshError> {
         self.ask(&["domjobabort", "--domain", &domain.uuid])
             .map(drop)
@@ -379,16 +382,16 @@ impl Libvirt {
     }
 }
 
-/// Running migration by libvirt.
+/// A running `virsh migrate`.
 #[derive(Debug)]
 pub struct Migrating(Run);
 
 impl Migrating {
-    /// Returns the result, with libvirt's error. `None` if it does not end until `deadline` and before one of `others` is
-    /// readable.
+    /// Waits for the end of the migration, and returns its result; the error is libvirt's message. Returns `None` at
+    /// `deadline`, or if one of `others` is readable first.
     ///
     /// # Errors
-    /// The system's error.
+    /// [`VirshError::Run`] if the child process cannot be checked.
     pub fn wait(
         &mut self,
         others: &[BorrowedFd<'_>],
@@ -402,7 +405,7 @@ impl Migrating {
     }
 }
 
-/// Parses the state in the output of `virsh domstate --reason`.
+/// Parses the state in `output`, of `virsh domstate --reason`.
 fn state(output: &str) -> State {
     let (state, _) = output.split_once(" (").unwrap_or((output, ""));
     match state {
@@ -413,7 +416,7 @@ fn state(output: &str) -> State {
     }
 }
 
-/// Parses the end in the output of `virsh domstate --reason`.
+/// Parses the cause of the domain's end in `output`, of `virsh domstate --reason`; `None` if it contains none.
 fn end(output: &str) -> Option<&'static str> {
     match output {
         "shut off (shutdown)" => Some("the guest powered off"),
@@ -424,7 +427,7 @@ fn end(output: &str) -> Option<&'static str> {
     }
 }
 
-/// Returns the errors in the output of `virsh` in one line.
+/// Returns the error messages in the output of `virsh`, joined to one line.
 fn errors(output: &str) -> String {
     let lines = output
         .lines()
@@ -436,7 +439,7 @@ fn errors(output: &str) -> String {
     }
 }
 
-/// Returns the text after `name` on its line.
+/// Returns the text after `name` on the first line that begins with it; `None` without such a line.
 fn value<'a>(output: &'a str, name: &str) -> Option<&'a str> {
     let rest = output
         .lines()
@@ -444,13 +447,13 @@ fn value<'a>(output: &'a str, name: &str) -> Option<&'a str> {
     Some(rest.trim_start_matches([' ', ':']).trim())
 }
 
-/// Parses the output of `virsh domstats` by name; `None` if a domain has none.
+/// Parses the memory figures in `output`, of `virsh domstats`, by domain name; `None` if a domain has no figures.
 fn memory(output: &str) -> Option<BTreeMap<String, Memory>> {
     let mut domains = output.split("Domain: '");
     domains.next()?;
     let domain = |text: &str| {
         let (name, figures) = text.split_once("'\n")?;
-        // Values of virDomainDirtyRateStatus: not begun, being measured, measured.
+        // Values of virDomainDirtyRateStatus: 0 unstarted, 1 measuring, 2 measured.
         let status = number(figures, "dirtyrate.calc_status=");
         let mib = number(figures, "dirtyrate.megabytes_per_second=").filter(|_| status == Some(2));
         let memory = Memory {

@@ -1,4 +1,4 @@
-//! A child process, its output, and its end.
+//! Runs a child process, and collects its output.
 
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,14 +8,14 @@ use std::time::Instant;
 use hotlift_mem::{end_of_process, is_readable, wait_readable};
 use rustix::io::ioctl_fionbio;
 
-/// Running command, killed on drop.
+/// A running command; the drop kills it.
 ///
-/// Its output is read until it ends, not until its pipes close: with `ControlPersist` an SSH that it started keeps running, and
-/// keeps them open.
+/// The output is read until the command ends, not until the pipes close. With the SSH option `ControlPersist`, the command
+/// starts an SSH that runs longer, and keeps the pipes open.
 #[derive(Debug)]
 pub struct Run {
     child: Child,
-    /// Readable when the child ends.
+    /// Readable once the child process has ended.
     end: OwnedFd,
     out: Pipe<ChildStdout>,
     err: Pipe<ChildStderr>,
@@ -23,10 +23,10 @@ pub struct Run {
 }
 
 impl Run {
-    /// Starts the command; keeps at most `most` bytes of the output on each of its pipes.
+    /// Starts the command. Stores at most `most` bytes of standard output, and as many of standard error.
     ///
     /// # Errors
-    /// It cannot be run.
+    /// If the command cannot be started.
     pub fn start(mut command: Command, most: usize) -> io::Result<Self> {
         let mut child = command.spawn()?;
         let parts = end_of_process(&child).and_then(|end| {
@@ -44,10 +44,11 @@ impl Run {
         })
     }
 
-    /// Returns the exit status, if it ends until `deadline` and before one of `others` is readable.
+    /// Waits for the end of the command, and returns its exit status. Returns `None` at `deadline`, or if one of `others` is
+    /// readable first.
     ///
     /// # Errors
-    /// The system's error.
+    /// The system's error if the process cannot be checked.
     pub fn wait(
         &mut self,
         others: &[BorrowedFd<'_>],
@@ -58,7 +59,7 @@ impl Run {
             if self.status.is_none() {
                 self.status = self.child.try_wait()?;
             }
-            // Read after the check of the child: all its output is then in the pipes.
+            // Read after the check of the process: if it has ended, the pipes then contain all its output.
             self.out.read();
             self.err.read();
             if self.status.is_some() || is_over {
@@ -71,13 +72,13 @@ impl Run {
                 .chain(others.iter().copied())
                 .collect();
             wait_readable(&fds, deadline);
-            // The child is checked again, whatever ended the wait.
+            // The process is checked once more before the return.
             is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline)
                 || others.iter().copied().any(is_readable);
         }
     }
 
-    /// Returns the output of an ended command.
+    /// Returns standard output and standard error of the command so far.
     pub fn output(&self) -> (String, String) {
         let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
         (text(&self.out.bytes), text(&self.err.bytes))
@@ -93,15 +94,15 @@ impl Drop for Run {
 }
 
 fn end_of(child: &mut Child) {
-    // Both calls fail only if the child has ended.
+    // Errors are ignored: both calls fail only if the process has already ended.
     let _ = child.kill();
     let _ = child.wait();
 }
 
-/// A pipe, and its output so far.
+/// A pipe from the child process, and the bytes read from it.
 #[derive(Debug)]
 struct Pipe<P> {
-    /// `None` at its end.
+    /// The pipe; `None` after its end.
     pipe: Option<P>,
     bytes: Vec<u8>,
     most: usize,
@@ -123,13 +124,13 @@ impl<P: Read + AsFd> Pipe<P> {
         self.pipe.as_ref().map(AsFd::as_fd)
     }
 
-    /// Reads the available bytes. Closes a pipe that exceeds the limit.
+    /// Reads the available bytes. At the limit, closes the pipe.
     fn read(&mut self) {
         let Some(pipe) = &mut self.pipe else { return };
         let left = self.most - self.bytes.len();
         match pipe.take(left as u64).read_to_end(&mut self.bytes) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            // Output before an error counts.
+            // Keeps the bytes that were read before an error.
             Ok(_) | Err(_) => self.pipe = None,
         }
     }

@@ -1,4 +1,4 @@
-//! A folder's files as memory for measuring the methods.
+//! Reads the files of a folder into memory, on which methods are measured.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use hotlift_mem::{Backing, PAGE_SIZE, RamBlock};
 use hotlift_vmm::fill::{FillSettings, FillSource, fill};
 use hotlift_vmm::layout::Layout;
 
-/// Files of a folder, laid out as they fill a built-in guest.
+/// Memory filled with the files of a folder, as the RAM of a built-in guest is filled.
 pub struct Folder {
     name: String,
     ram: RamBlock,
@@ -16,9 +16,9 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// Fills memory of the size to sample.
+    /// Fills `bytes` of memory with the files in the folder `path`.
     pub fn read(path: &Path, bytes: u64, seed: u64) -> Result<Self, HostError> {
-        /// Size of the layout's own data, beside the filled part.
+        /// Size of additional data that the layout of a built-in guest needs, in bytes.
         const OVERHEAD: u64 = 8 << 20;
         let packet = PACKET as u64;
         let bytes = bytes.div_ceil(packet) * packet + OVERHEAD;

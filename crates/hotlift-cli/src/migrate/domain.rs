@@ -1,7 +1,9 @@
-//! `hotlift migrate --domain`: libvirt moves a domain; its pages go through a relay of this process and the other host's agent.
+//! `hotlift migrate --domain`: libvirt migrates a domain; its pages go through a relay in this process and the destination's
+//! agent.
 //!
-//! Both QEMUs use only loopback: the source's connects to the relay here, at the same port at which the destination's waits for
-//! its agent. So no socket file needs an owner, an SELinux label or an AppArmor rule, and nothing is redirected.
+//! Both QEMUs use only loopback. The source's QEMU connects to this relay, and the destination's agent connects to its QEMU, at
+//! the same port number. So there is no socket file that would need an owner, an SELinux label or an AppArmor rule. Nothing is
+//! redirected.
 
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -35,13 +37,13 @@ use crate::libvirt::virsh::{ABORT_AGAIN, Domain, Libvirt, Migrating, State, Virs
 use crate::output_args::OutputArgs;
 use crate::relay_report::{DomainMigration, progress_line};
 
-/// Timeout of the agent's answer.
+/// Timeout for the answer of the destination's agent.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// Maximum number of ports tried when the destination already uses one.
+/// Maximum of ports that are tried if the destination already uses a port.
 const PORTS: usize = 4;
 
-/// QEMU's error for a port in use.
+/// Text in QEMU's error if a port is already in use.
 const IN_USE: &str = "Address already in use";
 
 /// Flags of `migrate` that go with `--domain`.
@@ -68,7 +70,7 @@ pub struct DomainArgs {
 }
 
 impl DomainArgs {
-    /// Returns the options of `virsh` for a migration through `port`.
+    /// Returns the options of `virsh migrate` for a migration through the loopback port `port`.
     fn options(&self, port: u16) -> Vec<OsString> {
         let mut words = vec![
             "--migrateuri".to_owned(),
@@ -84,8 +86,8 @@ impl DomainArgs {
         words.chain(self.options.iter().cloned()).collect()
     }
 
-    /// Returns the agent of the libvirt at `uri`, and its allowed ports. Hosts between which domains move are configured alike,
-    /// so the configuration of this host's agent, in `file`, also describes the other.
+    /// Returns the address of the agent for the libvirt at `uri`, and the ports that it allows. Values that were not given come
+    /// from `file`, the configuration of this host's agent: hosts between which domains move have the same settings.
     fn agent(&self, uri: &str, file: &Path) -> Result<(Address, Ports), CommandError> {
         if let (Some(agent), Some(ports)) = (&self.agent, self.ports) {
             return Ok((agent.clone(), ports));
@@ -194,7 +196,8 @@ pub fn run(
     Ok(output.print(&migration, || migration.table())?)
 }
 
-/// Listens for the source's QEMU at one of the ports `allowed` that no migration of this host uses, and none of `but`.
+/// Listens for the source's QEMU at one of the ports `allowed`. Chooses a port that is free on this host, and that is not in
+/// `but`.
 fn listen(allowed: Ports, but: &[u16]) -> Result<(Listener, u16), CommandError> {
     let mut ports: Vec<_> = (allowed.first..=allowed.last).collect();
     fastrand::shuffle(&mut ports);
@@ -207,7 +210,7 @@ fn listen(allowed: Ports, but: &[u16]) -> Result<(Listener, u16), CommandError> 
     Err(CommandError::NoPort { ports: allowed })
 }
 
-/// Domain to move, with all participants.
+/// Inputs of the migration of one domain.
 struct Move<'a> {
     args: &'a DomainArgs,
     domain: &'a Domain,
@@ -218,11 +221,11 @@ struct Move<'a> {
     quiet: bool,
 }
 
-/// Result of one attempt.
+/// Result of one attempt to migrate the domain.
 struct Ended {
     libvirt: Result<(), String>,
     relay: Result<hotlift::relay::RelayReport, hotlift::MigrationError>,
-    /// The other agent's error, if it sent one.
+    /// Error that the other agent sent; `None` if it sent none.
     theirs: Option<String>,
 }
 
@@ -256,7 +259,7 @@ impl Move<'_> {
         };
         let speaker = conversation.sender();
         let on_source = |source: &SourceStream| {
-            // If this message is lost, the other relay does not start, and this one fails for that reason.
+            // Send errors are ignored: without this message the other relay does not start, and then this relay fails.
             let _ = speaker.send(&Message::Source {
                 channels: source.channels,
                 method: source.method.to_owned(),
@@ -297,7 +300,7 @@ impl Move<'_> {
                 }
                 Ok(ended)
             });
-            // After libvirt has aborted, no QEMU connects any more.
+            // If libvirt has failed or was aborted, no QEMU connects to the relay any more.
             if !matches!(libvirt, Ok(Ok(()))) {
                 control.cancel();
             }
@@ -310,7 +313,7 @@ impl Move<'_> {
                 reason: error.chain(),
             },
         };
-        // The peer may be gone.
+        // Send errors are ignored: the other agent may have disconnected.
         let _ = conversation.send(&message);
         Ok(Ended {
             libvirt: libvirt?,
@@ -319,8 +322,8 @@ impl Move<'_> {
         })
     }
 
-    /// Lets libvirt migrate. `wait` waits for the end until the given time, or until a descriptor is readable. `relay_ended` is
-    /// readable once the relay has ended.
+    /// Runs the migration by libvirt, and returns its result. Calls `wait` to wait for the end, with a time limit and with
+    /// descriptors that end the wait early. `relay_ended` is readable once the relay has ended.
     fn libvirt(
         &self,
         port: u16,
@@ -335,7 +338,7 @@ impl Move<'_> {
             let now = Instant::now();
             let mut wakes = Vec::new();
             if is_readable(relay_ended) {
-                // libvirt needs some time to finish after the relay.
+                // After the end of the relay, libvirt gets some time to end the migration.
                 alone_at.get_or_insert(now + ALONE);
             } else {
                 wakes.push(relay_ended);
@@ -343,7 +346,7 @@ impl Move<'_> {
             let is_alone = alone_at.is_some_and(|at| now >= at);
             match self.interrupt.is_raised() {
                 false if !is_alone => wakes.push(self.interrupt.wake_fd()),
-                // The abort is retried until the migration is far enough to be aborted.
+                // Repeated until libvirt can abort the migration.
                 _ if !is_aborted => is_aborted = self.here.abort(self.domain).is_ok(),
                 _ => {}
             }
@@ -354,17 +357,18 @@ impl Move<'_> {
     }
 }
 
-/// Function that waits for the end of libvirt's migration.
+/// Waits for the end of libvirt's migration, up to a time, or until one of the descriptors is readable. Returns the result;
+/// `None` if the migration still runs.
 type Wait<'a> = &'a mut dyn FnMut(
     &mut Migrating,
     &[BorrowedFd<'_>],
     Instant,
 ) -> Result<Option<Result<(), String>>, VirshError>;
 
-/// Time for libvirt to end the migration after the relay has ended: its QEMUs detect that end at once.
+/// Longest wait for libvirt to end the migration after the relay has ended; both QEMUs detect this end at once.
 const ALONE: Duration = Duration::from_secs(30);
 
-/// Announces a migration to a port of the agent's host; returns the token at the start of its connections.
+/// Announces a migration to `port` on the agent's host; returns the token with which its connections must begin.
 fn announce(conversation: &mut Conversation, port: u16) -> Result<[u8; 16], CommandError> {
     conversation.send_hello(&Hello {
         id: Id(fastrand::u32(..)),
@@ -420,7 +424,7 @@ mod tests {
 
     #[test]
     fn the_listeners_port_is_an_allowed_one_not_tried_before() {
-        // Another process may take one of them, so several are tried.
+        // A range of ports, since other processes may use some of them.
         let allowed: Ports = "50100-50131".parse().unwrap();
         let (_first, port) = listen(allowed, &[]).unwrap();
         assert!(allowed.contains(port), "{port}");

@@ -1,4 +1,4 @@
-//! `hotlift restore --lazy`: the guest runs first, and its pages follow.
+//! `hotlift restore --lazy`: runs the guest first, and loads its pages when the guest needs them.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,10 +22,10 @@ use super::{RestoreArgs, await_load, conclude, failed, print_lost_pages};
 use crate::clock::GuestClock;
 use crate::error::{CommandError, GUEST_UNCERTAIN, MissingPagesFrom};
 
-/// Timeout of the statement of a QEMU whose connection was lost.
+/// Timeout for the statement about the guest of a QEMU whose connection was lost.
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Loads a guest's pages on demand out of `file`, which has the id `id`. QEMU listens on `socket`.
+/// Runs the guest and loads its pages from `file`, whose id is `id`. The guest's QEMU listens on `socket`.
 pub fn run(
     args: &RestoreArgs,
     (file, id): (&Location, u64),
@@ -61,7 +61,7 @@ pub fn run(
     Ok(printed?)
 }
 
-/// Handles an error once the guest may run, by QEMU's statement about it.
+/// Determines the result after an error, once the guest may run. QEMU's statement about the guest decides.
 fn after_start(
     error: &MigrationError,
     args: &RestoreArgs,
@@ -73,7 +73,7 @@ fn after_start(
         MigrationError::PagesMissing { source } => source,
         other => other,
     };
-    // QEMU answers on the stream before it runs the guest: if both connections close without an answer, it never ran.
+    // QEMU answers on the stream before it runs the guest. If both connections close without an answer, the guest never ran.
     let is_broken = matches!(
         cause,
         MigrationError::Closed { .. }
@@ -86,7 +86,7 @@ fn after_start(
     let is_gone = is_gone();
     let never = |_: Destination, reason: String| match has_run {
         true => CommandError::NotTaken { reason },
-        // The devices did not load.
+        // QEMU could not load the devices.
         false => CommandError::Restore {
             reasons: match cause {
                 MigrationError::Destination { .. } => format!("QEMU: {reason}"),
@@ -136,7 +136,7 @@ fn after_start(
     concluded
 }
 
-/// Runs the restore; returns its result, and true if the guest has run.
+/// Runs the lazy restore. Returns its result, and true if the guest has run.
 fn restore(
     args: &RestoreArgs,
     file: &Location,
@@ -221,7 +221,7 @@ fn restore(
                 reason,
                 can_run: true,
             } => warn!("hotlift: the guest does not run: {reason}; its pages follow"),
-            // The broken connection ends the restore, which reports how the guest ended.
+            // The connection breaks, which ends the restore; its error then contains how the guest ended.
             Statement::GuestEnded { .. } => has_run.store(true, Ordering::Relaxed),
             Statement::Stopped { reason, .. }
             | Statement::Ended { reason }
@@ -287,7 +287,7 @@ fn table(report: &LazyReport) -> Table {
     table
 }
 
-/// Returns the options of a lazy restore: the given `--max-bandwidth` and `--cpu-limit`.
+/// Returns the options of a lazy restore: the limits `--max-bandwidth` and `--cpu-limit`, if given.
 pub fn options(args: &RestoreArgs) -> Result<Options, CommandError> {
     let mut options = Options {
         limits: args.limits.limits.clone(),

@@ -1,4 +1,4 @@
-//! `hotlift serve --files`: serves save files to restoring clients.
+//! `hotlift serve --files`: serves save files to `hotlift restore` on other hosts.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -16,7 +16,7 @@ use serde::Serialize;
 use super::{ServeArgs, address_of};
 use crate::error::CommandError;
 
-/// Event in the output: a text, or a line of JSON with these fields.
+/// Event in the output: printed as text, or as a line of JSON with these fields.
 #[derive(Debug, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 enum Event {
@@ -63,14 +63,14 @@ impl Event {
         })
     }
 
-    /// Returns true for an event without a problem that no caller waits for.
+    /// Returns true for an event that only shows progress; `--quiet` suppresses it.
     fn is_progress(&self) -> bool {
         matches!(self, Self::Begun { .. } | Self::Ended { .. })
     }
 
     fn print(&self, as_json: bool) {
         if as_json {
-            // Serialization fails only for maps and for numbers without JSON form; neither is here.
+            // Serialization cannot fail: the event contains no maps, and no numbers without a JSON form.
             if let Ok(line) = serde_json::to_string(self) {
                 print_line!("{line}");
             }
@@ -96,9 +96,9 @@ impl Event {
     }
 }
 
-/// Serves the files of `folder` until a signal arrives, which is the normal end.
+/// Serves the files in `folder` until a signal, which ends the command without an error.
 pub fn run(args: &ServeArgs, folder: &Path, interrupt: &Interrupt) -> Result<(), CommandError> {
-    // Checked before clients are invited.
+    // Checked before the first client can connect.
     std::fs::read_dir(folder)
         .map_err(FileError::of("inspect", folder))
         .map_err(TerminalError::from)?;
@@ -106,7 +106,7 @@ pub fn run(args: &ServeArgs, folder: &Path, interrupt: &Interrupt) -> Result<(),
     let listener = args.listen.listen()?;
     let address = address_of(&listener)?.to_string();
     Event::Listening { address }.print(args.json);
-    // Last printed reason for a failed accept.
+    // Last printed reason of a failed accept: repetitions are not printed.
     let trouble = Mutex::new(String::new());
     let on_event = |event: ServerEvent| {
         let Some(event) = Event::of(event).filter(|event| !args.quiet || !event.is_progress())

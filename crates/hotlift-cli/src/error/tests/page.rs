@@ -1,4 +1,4 @@
-//! `docs/errors.md` is generated from the errors here, as the command prints them.
+//! Generates `docs/errors.md` from the errors of the commands, as they are printed.
 
 use std::fmt::Write;
 use std::io;
@@ -33,7 +33,7 @@ use crate::certs::error::CertsError;
 use crate::error::{CommandError, MissingPagesFrom};
 use crate::libvirt::virsh::VirshError;
 
-/// Head of the document.
+/// Start of the document.
 const HEAD: &str = r#"# Errors
 
 This page lists errors as the commands print them. Values and texts of QEMU, libvirt and the system are examples; COMMAND is the
@@ -50,19 +50,19 @@ const QMP: &str = "unix:/run/vm.qmp";
 /// Address of 'hotlift serve' or of a relay in the examples.
 const TO: &str = "tcp:192.0.2.2:4444";
 
-/// An error in the document.
+/// An error in the document, with its explanation.
 struct Row {
-    /// Printed lines.
+    /// Lines that the command prints.
     lines: Vec<String>,
-    /// Cause, as a sentence.
+    /// Cause of the error, as a sentence.
     cause: &'static str,
-    /// Next step, if the lines do not contain it.
+    /// Next step; `None` if the printed lines contain it.
     next: Option<&'static str>,
     /// Exit code; `None` for a line of the agent's log.
     code: Option<u8>,
 }
 
-/// Returns a row of an error with a printed next step, or one that its message contains.
+/// Creates a row for an error that itself shows the next step, in its advice or in its message.
 fn row(error: impl Into<CommandError>, cause: &'static str) -> Row {
     let error = error.into();
     let mut lines = vec![format!("hotlift: {}", error.line())];
@@ -81,7 +81,7 @@ fn row(error: impl Into<CommandError>, cause: &'static str) -> Row {
     }
 }
 
-/// Returns a row of an error whose next step depends on more than the command knows.
+/// Creates a row for an error whose next step depends on facts that the command does not know.
 fn then(error: impl Into<CommandError>, cause: &'static str, next: &'static str) -> Row {
     let row = row(error, cause);
     assert_eq!(row.lines.len(), 1, "{:?} has a next step", row.lines);
@@ -91,7 +91,7 @@ fn then(error: impl Into<CommandError>, cause: &'static str, next: &'static str)
     }
 }
 
-/// Returns a row of an ended migration in the agent's log.
+/// Creates a row for the error of a migration in the agent's log.
 fn logged(error: impl Into<CarryError>, cause: &'static str, next: &'static str) -> Row {
     Row {
         lines: vec![format!("error=\"{}\"", error_line(&error.into()))],
@@ -101,7 +101,7 @@ fn logged(error: impl Into<CarryError>, cause: &'static str, next: &'static str)
     }
 }
 
-/// Returns a row of a command line that clap rejects.
+/// Creates a row for a command line that clap rejects.
 fn typed(arguments: &[&str], cause: &'static str) -> Row {
     let words = ["hotlift"].iter().chain(arguments);
     let error = crate::Cli::try_parse_from(words)
@@ -1272,7 +1272,7 @@ fn options() -> Vec<Row> {
     ]
 }
 
-/// Returns the document.
+/// Returns the text of the document.
 fn render() -> String {
     let groups = [
         ("migrate and serve", migrate()),
