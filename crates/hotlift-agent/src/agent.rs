@@ -85,7 +85,7 @@ impl Agent {
         })
     }
 
-    /// Returns the configuration in force.
+    /// Returns the current configuration.
     #[must_use]
     pub fn config(&self) -> Arc<Config> {
         Arc::clone(&lock(&self.config))

@@ -33,7 +33,7 @@ const NEEDS_ALL: u64 = 80;
 /// Next share of a session that did not need its whole share, in percent of the use: the use can grow by half per interval.
 const ROOM: u64 = 150;
 
-/// The smallest share of a session without priority is the total divided by this number. It is enough to show a larger demand.
+/// The total divided by this number is the smallest share of a session without priority: enough to show a larger demand.
 const MIN_SHARE: u64 = 64;
 
 /// Weight, use and limits of a session. A unit is a byte for bandwidth, and a thousandth of a core for CPU time.
@@ -101,7 +101,7 @@ pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
     for (group, most) in [(&first, total - least.min(total)), (&others, total)] {
         left -= fill(left.min(most), &wants, group, &mut parts);
     }
-    // No active session needs what is left, so it is divided among the active sessions, whose use may grow. An idle session
+    // No active session needs the rest, so the active sessions share the rest by weight, as their use may grow. An idle session
     // gets the share that it would have if all sessions needed their shares.
     let all: Vec<_> = (0..claims.len()).collect();
     for (some, among, rest) in [(&active, &active, left), (&idle, &all, total)] {

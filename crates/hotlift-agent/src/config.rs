@@ -69,9 +69,9 @@ impl ConfigError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Plaintext {
-    /// They are passed on unencrypted.
+    /// The agent forwards these connections unencrypted.
     Allow,
-    /// They are closed.
+    /// The agent closes these connections.
     Refuse,
 }
 
@@ -97,15 +97,15 @@ pub struct Config {
     pub listen: String,
     /// Port at which the agents of other hosts listen.
     pub agent_port: u16,
-    /// Agents that are not at the destination's own address: address or prefix = `"HOST[:PORT]"`.
+    /// Agents that do not listen at the destination's own address: address or prefix of the destination = `"HOST[:PORT]"`.
     pub peers: BTreeMap<Prefix, HostPort>,
-    /// Longest time for an agent to accept a connection; after it, the host counts as having no agent.
+    /// Timeout for connecting to another agent; after it, the other host counts as one without an agent.
     pub agent_timeout: Time,
     /// Treatment of connections to a host without an agent: "refuse" or "allow".
     pub plaintext: Plaintext,
     /// True if the agent redirects this host's migrations to itself with its own nftables table.
     pub redirect: bool,
-    /// Loopback port that they are redirected to.
+    /// Loopback port to which migrations are redirected.
     pub redirect_port: u16,
     /// Migration ports: connections to them are redirected, and another agent may request connections to them.
     pub ports: Ports,
@@ -117,7 +117,7 @@ pub struct Config {
     pub tls: PathBuf,
     /// Patterns for the certificate names of other agents, as in `tls-authz`; empty allows every certificate of the CA.
     pub authz: Vec<String>,
-    /// Longest silence of another host before the switchover, and of either end of a tunnel; zero means the kernel's own limit.
+    /// Longest silence of another host before the switchover, and of either end of a tunnel. Zero means the kernel's own limit.
     pub silence_timeout: Time,
     /// Compression method of pages: "auto", or a method from `hotlift methods`.
     pub method: String,
@@ -127,15 +127,15 @@ pub struct Config {
     pub max_bandwidth: Bandwidth,
     /// Cores that all outgoing migrations together may use for compression; 0 is unlimited.
     pub cpu_limit: f64,
-    /// Limit of concurrent outgoing migrations; further ones wait; 0 is unlimited.
+    /// Limit of concurrent outgoing migrations; 0 is unlimited. More migrations must wait.
     pub migrations: u32,
     /// Weights for the shares of bandwidth and cores, by destination: address or prefix = 1 to 1000; the default is 100.
     pub weights: BTreeMap<Prefix, u32>,
-    /// Longest time that running migrations may continue after the agent was asked to end.
+    /// Longest time that running migrations may continue after a signal to end the agent; then they are cancelled.
     pub drain_limit: Time,
-    /// The control socket.
+    /// Path of the agent's control socket.
     pub control: PathBuf,
-    /// Loopback address for Prometheus; empty for none.
+    /// Loopback address and port of the metrics for Prometheus; empty for none.
     pub metrics: String,
     /// Log level: "error", "warning", "info" or "debug".
     pub log: LogLevel,
@@ -481,8 +481,8 @@ fn line_of(text: &str, key: &str) -> Option<usize> {
     Some(place + 1)
 }
 
-/// Returns the options of a relay's outgoing stream with `channels` channels and compression method `method`. Its bandwidth is
-/// not limited here.
+/// Returns the options of a relay's outgoing stream, with `channels` channels and compression method `method`. The options do
+/// not limit the bandwidth.
 ///
 /// # Errors
 /// If the method is unknown.

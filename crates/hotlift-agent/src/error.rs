@@ -28,7 +28,7 @@ pub enum AgentError {
         "the agent needs certificates ('hotlift certs' makes them; 'tls' in the configuration names their folder)"
     )]
     Tls(#[source] Box<TlsSetupError>),
-    /// Certificates that fail in a handshake: another agent rejects them, or they make this agent reject another.
+    /// With the agent's certificates, handshakes with other agents would fail.
     #[error(
         "the certificates in {} have {count} problem(s), listed above ('hotlift certs show --dir {}' lists all)",
         dir.display(),
@@ -55,7 +55,7 @@ pub enum AgentError {
     /// The redirect rules cannot be installed.
     #[error("cannot redirect migrations to the agent")]
     Rules(#[from] RulesError),
-    /// This host's setup keeps migrations from reaching the agent.
+    /// Because of this host's setup, some migrations do not reach the agent.
     #[error(
         "some migrations of this host bypass the agent, problems found: {count} (listed above; with plaintext = \"refuse\" \
          these migrations fail; change the listed rules, or 'ports', 'users' and 'destinations' in agent.toml)"
@@ -144,8 +144,8 @@ pub enum CarryError {
     /// A migration waited for a slot, and the source closed its connections in the meantime.
     #[error("the source closed its connections before the migration began")]
     Deserted,
-    /// The agent ended, but a cancelled migration had not. Its QEMU has received SHUT(0) (the destination loaded the guest),
-    /// and has not closed its connection.
+    /// The agent ended before a cancelled migration did. The migration's QEMU has received SHUT(0) (the destination loaded the
+    /// guest), and has not closed its connection.
     #[error(
         "the agent ended before it knew which QEMU has the guest: if the destination's QEMU does not run it, send 'cont' at \
          the source (libvirt does this itself)"
@@ -193,7 +193,7 @@ pub enum CarryError {
     /// The other agent sent a message that is not allowed at this point.
     #[error("the other agent sent an unexpected message")]
     OutOfTurn,
-    /// The requested destination is not on this host, or its port is not a migration port.
+    /// The requested destination address is not on this host, or the port is not a migration port.
     #[error("{to} is not an address for migrations on this host: {why}")]
     NotHere {
         /// The requested destination.

@@ -23,7 +23,7 @@ use crate::supervise::{self, Progress};
 use crate::tunnel::{self, Limits};
 
 /// Longest time from the other agent's message `Source` until the relay has read the start of the source's stream. A little
-/// longer than the other agent's own wait for its source (`SOURCE` in `outgoing`).
+/// longer than `SOURCE` in `outgoing`, the other agent's wait for the same source.
 const SOURCE: Duration = Duration::from_secs(150);
 
 /// Connect timeout for the server to which a tunnel leads.

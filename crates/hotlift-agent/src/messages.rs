@@ -1,4 +1,4 @@
-//! Messages between two agents about a migration: JSON, one line a message. They use a TLS connection without migration data.
+//! Messages between two agents about a migration: JSON, one line a message, over a TLS connection that carries only messages.
 //!
 //! ```text
 //! source                  destination

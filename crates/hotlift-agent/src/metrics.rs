@@ -88,7 +88,7 @@ struct Seen {
     past: Option<Vec<MissedPackets>>,
 }
 
-/// All metrics. Metrics of a single migration carry its id, and disappear at its end. Names end with their unit, as Prometheus
+/// All metrics. Metrics of a single migration carry its id, and disappear at its end. Names contain the unit, as Prometheus
 /// requires.
 const TABLE: &[Row] = &[
     counter(

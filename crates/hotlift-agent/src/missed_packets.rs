@@ -40,7 +40,7 @@ pub struct MissedPackets {
 }
 
 impl MissedPackets {
-    /// Returns the log line for this count; `plaintext` shows if the packets were refused.
+    /// Returns the log line for this count. `plaintext` decides if the line reports refused or unencrypted packets.
     #[must_use]
     pub fn line(&self, plaintext: Plaintext) -> String {
         let Self { to, packets, .. } = self;

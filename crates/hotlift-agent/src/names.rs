@@ -46,8 +46,8 @@ impl OwnNames {
         own
     }
 
-    /// Returns true if `dns`, a name in a certificate, matches a name of this host. It may be equal, extend a short name by a
-    /// domain, or be a wildcard for the domain.
+    /// Returns true if `dns`, a name in a certificate, matches a name of this host. Three forms match: the same name, a short
+    /// host name followed by a domain, and a wildcard for the host's domain.
     fn have(&self, dns: &str) -> bool {
         let dns = dns.to_ascii_lowercase();
         self.names.iter().any(|own| {

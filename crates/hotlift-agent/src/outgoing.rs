@@ -24,7 +24,7 @@ use crate::snapshot::State;
 use crate::supervise::{self, Progress};
 use crate::tunnel::{self, Limits, RemoteEnd};
 
-/// Longest wait for the other agent's answer to a hello. Before its answer it checks an address, or connects on its own host.
+/// Longest wait for the other agent's answer to a hello. The other agent first checks an address, or connects on its own host.
 const ANSWER: Duration = Duration::from_secs(30);
 
 /// Longest wait for a source's first bytes: for a large VM, QEMU needs up to a minute to start the dirty log before it sends.

@@ -69,7 +69,7 @@ impl Redirected {
         Ok(Self(listeners))
     }
 
-    /// Sets the agent's mark on the listeners: the rules reset connections to a port without it (see `rules`).
+    /// Sets the agent's mark on the listeners. The rules reset connections to a redirect port without the mark (see `rules`).
     ///
     /// # Errors
     /// Without `CAP_NET_ADMIN`.
@@ -84,7 +84,7 @@ impl Redirected {
 struct AddressClasses {
     main: bool,
     channel: bool,
-    /// True if a connection has sent too little to classify it, and its time limit is not over.
+    /// True if a connection has sent too little to classify it, and the time limit for this connection is not over.
     silent: bool,
     other: bool,
 }

@@ -132,7 +132,7 @@ fn prove(config: &Config, users: &[u32], found: &mut BypassReport) {
 /// # Errors
 /// The system's error if no connection could be tried: it needs root.
 fn connect(user: RawUid, to: SocketAddr) -> io::Result<Outcome> {
-    // `setuid` for this thread only, which ends after it has opened the socket.
+    // Only this thread changes its user; it ends after it has opened the socket.
     let opened = thread::spawn(move || {
         set_thread_uid(Uid::from_raw(user))?;
         open(to)
@@ -157,8 +157,8 @@ fn open(to: SocketAddr) -> io::Result<OwnedFd> {
     Ok(socket_with(family, SocketType::STREAM, flags, None)?)
 }
 
-/// Returns the destinations of test connections. For IPv4 and IPv6, each with one address: the first and the last of `ports`.
-/// Chooses addresses that are redirected, and to which this host has a route; no host need have them.
+/// Returns the destinations of test connections: the first and the last of `ports`, at one IPv4 and one IPv6 address. Chooses
+/// addresses whose connections are redirected, and to which this host has a route. The addresses need not be in use.
 ///
 /// # Errors
 /// If the interfaces cannot be listed.
@@ -205,7 +205,8 @@ fn own_networks() -> io::Result<Vec<(IpAddr, IpAddr)>> {
         .collect())
 }
 
-/// Returns another address that a host in the network of `address` may have; `None` if the network has none, or is link-local.
+/// Returns another address that a host in the network of `address` may have. Returns `None` if there is no other address, or if
+/// `address` is link-local.
 fn neighbour_address(address: IpAddr, mask: IpAddr) -> Option<IpAddr> {
     let others = |address: u128, mask: u128, width: u32| {
         let all = u128::MAX >> (128 - width);

@@ -24,9 +24,9 @@
 //! exempts marked connections, since the agent then makes no connections to hosts without an agent. With plaintext allowed, the
 //! output chain only counts the packets.
 //!
-//! These chains find connections to migration ports by their conntrack entries. If a packet has no entry, or if the other side
-//! opened the connection, the chains check the packet instead. A packet is caught if it begins a connection, or if it comes
-//! from a local port that the kernel chose. The answers of a server must pass, even if the client's port is a migration port.
+//! These chains find connections to migration ports by their conntrack entries. They check the packet instead if it has no
+//! entry, or if the other host opened the connection. A packet is caught if it begins a connection, or if it comes from a local
+//! port that the kernel chose. The answers of a server must pass, even if the client's port is a migration port.
 //!
 //! A closed socket has no user, but the kernel still sends the queued bytes. This happens when QEMU closes all channels after
 //! the reset of one: the bytes are guest pages. So the output chain also checks two kinds of packets without a user: untracked
@@ -69,8 +69,8 @@ const MAX_COUNTED: u16 = 1024;
 /// First local port that the kernel assigns to a connection (`ip_local_port_range` in Documentation/networking/ip-sysctl.rst).
 const LOCAL_PORTS: u16 = 32768;
 
-/// User id that the kernel uses for "no user" (setreuid(2)). Rules with `socket mark` must not see such packets in the output
-/// chain: kernels before 5.18 would search for their socket with a null interface.
+/// User id that the kernel uses for "no user" (setreuid(2)). Rules with `socket mark` must not see packets without a user in
+/// the output chain: for these, kernels before 5.18 search the socket with a null interface.
 const NO_USER: u32 = u32::MAX;
 
 /// The rules as input of nft, and the users whom they concern.

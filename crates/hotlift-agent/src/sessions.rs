@@ -60,8 +60,8 @@ struct MigrationSlots {
 }
 
 impl MigrationSlots {
-    /// Takes a slot for the migration `id` if it is first in the queue and fewer than `most` slots are taken; 0 is unlimited.
-    /// Returns false if the migration must wait.
+    /// Takes a slot for the migration `id` if this migration is first in the queue, and a slot is free. `most` is the number of
+    /// slots; 0 is unlimited. Returns false if the migration must wait.
     fn take(&mut self, id: Id, most: u32) -> bool {
         let is_free = most == 0 || self.taken < most;
         let may = is_free && self.queue.front() == Some(&id);
@@ -151,7 +151,7 @@ impl Sessions {
         held.sum::<usize>() < MAX_HELD
     }
 
-    /// Removes an ended session from the running ones, and adds it to the totals.
+    /// Removes an ended session from the running sessions, and adds its traffic and outcome to the totals.
     pub fn remove(&self, session: &Arc<Session>) {
         let mut all = self.lock();
         all.under_way.retain(|other| !Arc::ptr_eq(other, session));

@@ -74,7 +74,7 @@ pub struct Share {
 /// State and progress of a session at one time.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
-    /// Its state.
+    /// State of the session.
     pub state: State,
     /// Last progress report of the relay.
     pub progress: RelayProgress,
@@ -93,8 +93,8 @@ pub struct Snapshot {
     /// Time at which the guest was paused; `None` while the guest runs.
     pub(crate) stopped: Option<Instant>,
     /// Length of the guest's pause; `None` until the guest runs at the destination. The pause starts when the relay sees the
-    /// first device state. It ends with the other side's statement or, in postcopy, when that side has all that the guest needs
-    /// to run.
+    /// first device state. The pause ends when the destination reports that the guest runs; in postcopy, when the destination
+    /// has all that the guest needs to run.
     pub downtime: Option<Duration>,
     /// Duration of the session; `None` before its end.
     pub took: Option<Duration>,

@@ -1,7 +1,7 @@
 //! Detects that a QEMU on this host has closed its end of a redirected connection.
 //!
-//! A QEMU fills the socket buffers if its stream is not read. If this QEMU then aborts, its FIN queues after the unread data,
-//! and the other end of the connection sees no close. But the kernel reports the state of the QEMU's socket (sock_diag(7)).
+//! If the agent does not read a stream, the sending QEMU fills the socket buffers. If this QEMU then aborts, its FIN queues
+//! after the unread data, and the agent sees no close. But the kernel reports the state of the QEMU's socket (sock_diag(7)).
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -56,8 +56,8 @@ impl Sockets {
         Ok(Self(socket))
     }
 
-    /// Returns true if the source has closed its socket of the connection `stream`. `to` is the destination before the
-    /// redirect. Returns false if the kernel does not know the socket: then `stream` itself shows the close.
+    /// Returns true if the source has closed its end of the connection `stream`. `to` is the destination before the redirect.
+    /// Returns false if the kernel does not know that end: then `stream` itself shows the close.
     #[must_use]
     pub fn has_closed(&self, stream: &Stream, to: SocketAddr) -> bool {
         let from = getpeername(stream).ok();

@@ -10,7 +10,7 @@ use crate::messages::Kind;
 use crate::session::{Direction, Session};
 use crate::snapshot::{ENDS, Snapshot, State};
 
-/// Both directions.
+/// The two directions of a session.
 pub const DIRECTIONS: [Direction; 2] = [Direction::Outgoing, Direction::Incoming];
 
 /// Names of a relay's threads, without their numbers; label values of CPU time.

@@ -1,5 +1,5 @@
-//! Tunnels: copies each connection unchanged to the other host. For byte streams other than migrations, and for hosts without
-//! an agent.
+//! Tunnels: each connection is copied unchanged to the other host. Used for byte streams other than migrations, and for hosts
+//! without an agent.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -167,7 +167,7 @@ pub fn carry_all(
     outcome
 }
 
-/// A connection with its other end; both close when neither direction is open any more.
+/// A connection of the source and its connection to the other host; both close when no direction is open.
 struct CarriedConnection {
     pair: std::sync::Weak<(Stream, Stream)>,
     liveness: Liveness,

@@ -56,7 +56,7 @@ const FIRST_FREE_PORT: u16 = 1024;
 pub struct Ports {
     /// First port of the range.
     pub first: u16,
-    /// Last port of the range; it belongs to the range.
+    /// Last port of the range (inclusive).
     pub last: u16,
 }
 
