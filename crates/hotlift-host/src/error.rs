@@ -78,7 +78,7 @@ pub enum HostError {
         /// Address of the socket.
         address: String,
     },
-    /// The process that created the QMP socket is not a QEMU, but perhaps its manager.
+    /// The process that created the QMP socket is not a QEMU; it may be a program that manages QEMU.
     #[error(
         "the QMP socket {address} was made by '{name}' (process {pid}), which is not a QEMU: give --pid with QEMU's process id"
     )]

@@ -17,8 +17,8 @@ use serde::Serialize;
 use crate::error::HostError;
 use crate::sample::{PACKET, Packet, Sample};
 
-/// Levels to measure, for methods not measured at their default level. These are the fastest level, and levels that save bytes
-/// for CPU time at a rate that some link needs (bench/results/2026-11-22-codecs.txt).
+/// Levels to measure, by method; other methods are measured at their default level. Chosen are the fastest level, and levels
+/// that save bytes for CPU time at a rate that some link needs (bench/results/2026-11-22-codecs.txt).
 const LEVELS: &[(&str, &[u8])] = &[("zstd", &[1, 3, 6])];
 
 /// Maximum duration of the measurement. All methods get the same packets, since ratios of different packets are not comparable.

@@ -72,8 +72,8 @@ impl Process {
         })
     }
 
-    /// Returns the mapping that contains the packet with this number, and the packet's offset in the mapping in bytes; `None`
-    /// past the end.
+    /// Returns the mapping that contains the packet with this number, and the packet's offset in this mapping, in bytes. `None`
+    /// if the number is too large.
     fn find(&self, packet: u64) -> Option<(Mapping, u64)> {
         let mut packet = packet;
         for mapping in &self.mappings {

@@ -1,4 +1,4 @@
-//! Finds the process of a QEMU or of a built-in guest by its QMP socket, and the guest's RAM in the memory of this process.
+//! Finds the process of a QEMU or of a built-in guest by its QMP socket, and the guest's RAM in this process.
 
 use std::os::unix::net::UnixStream;
 use std::time::Duration;

@@ -13,7 +13,8 @@ pub const PACKET_PAGES: usize = 128;
 /// Size of a packet's pages, in bytes.
 pub const PACKET: usize = PACKET_PAGES * PAGE_SIZE;
 
-/// Maximum of packets read per wanted packet: it bounds the reading in memory that is mostly zero.
+/// Maximum number of packets read for each packet of content that is wanted. Without a limit, memory that is mostly zero would
+/// be read completely.
 const MAX_READS_PER_PACKET: u64 = 16;
 
 /// Memory that can be sampled, packet by packet.
@@ -126,7 +127,8 @@ impl Sample {
     }
 }
 
-/// Returns `most` different numbers below `packets`, in random order; all these numbers if they are fewer.
+/// Returns `most` different numbers below `packets`, in random order; all numbers below `packets` if there are fewer than
+/// `most`.
 fn order(packets: u64, most: u64, seed: u64) -> Vec<u64> {
     let mut noise = seed | 1;
     let mut below = |end: u64| {

@@ -8,8 +8,8 @@ use super::libraries::Library;
 use super::pci::{self, Function};
 use super::{Accelerator, Gap, Part};
 
-/// Device ids of the QAT generations that both Linux and QATlib support: of the PF, and of the VF. Third, the PF's driver; the
-/// name of its kernel module is `qat_` and this name.
+/// QAT generations that both Linux and QATlib support. Each has the device id of the PF, the device id of the VF, and the name
+/// of the PF's driver. The driver's kernel module is `qat_` and this name.
 const MODELS: &[(u16, u16, &str)] = &[
     (0x4940, 0x4941, "4xxx"),
     (0x4942, 0x4943, "4xxx"),
@@ -92,8 +92,7 @@ fn physical_part(host: &Host, pf: &Function, vfs: &[&Function]) -> Part {
     Part::new(&pf.address, words.join(", "), gaps.into_iter().collect())
 }
 
-/// Returns the first gap (missing setup) of a physical function, in the order in which an operator sets it up; `None` if
-/// nothing is missing.
+/// Returns the first gap (missing setup) of a physical function, in the order of its setup; `None` if nothing is missing.
 fn physical_gap(
     host: &Host,
     pf: &Function,

@@ -102,7 +102,7 @@ fn device_parts(
         let problem = format!("{} has no work queue", device.name);
         gaps.push(Gap::new(problem, new_queue(device, requirement)));
     }
-    // Programs use only queues, never the device itself. What the device lacks, its queues lack, too.
+    // Programs use only queues, never the device itself. So the gaps of a device are also gaps of its queues.
     let missing = gaps.clone();
     let mut part = Part::new(&device.name, about_device(device), gaps);
     part.usable = false;
@@ -204,7 +204,7 @@ fn queue_gaps(
     match host.may_open(&node) {
         MayOpen::Yes => Vec::new(),
         MayOpen::Missing => {
-            // udev creates the node; to a container it must be passed.
+            // udev creates the node; a container gets it only if it was started with this device.
             let problem = format!("{node} is missing");
             vec![Gap::new(problem, ["udevadm trigger --subsystem-match=dsa"])]
         }
