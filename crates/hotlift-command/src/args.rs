@@ -1,4 +1,4 @@
-//! Flags that describe a built-in guest and what its memory holds.
+//! Flags that describe a built-in guest and the content of its memory.
 
 use std::ffi::OsString;
 use std::fmt::{self, Display, Formatter};
@@ -146,7 +146,7 @@ impl GuestArgs {
     /// Checks that the file or folder of `--fill` exists.
     ///
     /// # Errors
-    /// If it cannot be inspected.
+    /// If the file or folder cannot be inspected.
     pub fn check_fill(&self) -> Result<(), TerminalError> {
         let Fill::Path(path) = &self.fill else {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Touches memory of this machine before a migration within one host, and frees it at the start, for the destination.
+//! Touches memory before a migration within one host, and frees it at the start of the migration, for the destination.
 //!
 //! A virtual machine returns memory that was free for two seconds to its host (Linux' free page reporting). The next touch of
 //! that memory costs a VM exit. In such a machine the destination of method none took 0.5 to 1.8 CPU s/GiB, depending on the

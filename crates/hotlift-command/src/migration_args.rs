@@ -37,7 +37,7 @@ impl Given {
     }
 }
 
-/// Options given on the command line, and the values of all options (the default if not given).
+/// Options given on the command line, and the resulting values of all options.
 #[derive(Debug, Clone, Default)]
 pub struct MigrationArgs {
     given: Vec<Given>,

@@ -185,7 +185,7 @@ impl Pair<'_> {
         if source.is_err()
             && let Some(process) = &mut process
         {
-            // Without this, the destination would wait for its source, and its drop would wait for the destination.
+            // Without this kill, the drop of `process` would wait for the destination, which waits for a source.
             process.end();
         }
         let (mut source, source_events) = source?;
@@ -323,7 +323,8 @@ fn kill(process: u32) {
     }
 }
 
-/// Returns an error message: the process of `side` ended before the step `before`. With its last error line, if stored.
+/// Returns an error message: the process of `side` ended before the step `before`. Appends the process's last error line, if
+/// its standard error was stored.
 fn end_of_process(process: Option<&mut Process>, side: &str, before: &str) -> String {
     let plain = format!("the {side} process ended before {before}");
     match process.and_then(Process::last_error_line) {

@@ -81,7 +81,7 @@ impl Program {
         }
     }
 
-    /// Prints an error and the next step: `advice`; without it, and if `is_usage`, how to get help.
+    /// Prints an error and the next step: `advice`. Without `advice`, and if `is_usage`, prints how to get help.
     pub fn fail(&self, line: &str, advice: Option<&str>, is_usage: bool) {
         self.warn(line);
         if let Some(advice) = advice {
