@@ -429,7 +429,7 @@ Existing certificates need no change:
                    tls.key; usages 'server auth' and 'client auth'
 Hotlift's own:     hotlift certs init, then hotlift certs host NAME";
 
-/// Appends `words` to `text`, wrapped at the width of a terminal. Each line begins with `indent`; from the second line on it is
+/// Appends `words` to `text`, wrapped at the width of a terminal. Each line begins with `indent`; all lines after the first are
 /// indented further.
 fn paragraph(text: &mut String, indent: &str, words: &str) {
     let mut line = indent.to_owned();

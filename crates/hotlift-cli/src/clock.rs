@@ -37,7 +37,7 @@ impl SavedAt {
         Some(Self::Modified(since.as_secs()))
     }
 
-    /// Describes how late the clock of a guest is that was restored at `now`; `None` if it is less than a second.
+    /// Describes how late a guest's clock is after a restore at `now`; `None` if the clock is less than a second late.
     pub fn lag(self, now: Duration) -> Option<String> {
         let (Self::Kept(at) | Self::Modified(at)) = self;
         let behind = now.as_secs().checked_sub(at).filter(|behind| *behind > 0)?;
@@ -87,7 +87,7 @@ impl GuestClock {
     }
 
     /// Records that a QEMU has the guest in the run state `state`. If the guest runs, starts a thread in which the guest agent
-    /// sets the clock. Only the first call starts it.
+    /// sets the clock. Only the first such call starts a thread.
     pub fn is_here(&self, state: &RunState) {
         self.is_here.store(true, Ordering::Relaxed);
         let Some(path) = self.agent.clone().filter(|_| *state == RunState::Running) else {
@@ -104,7 +104,8 @@ impl GuestClock {
         }
     }
 
-    /// Prints how late the clock is, or that it was set. Prints nothing if no QEMU has the guest. An error is only printed.
+    /// Prints how late the guest's clock is, or that the guest agent set it. Prints nothing if no QEMU has the guest. An error
+    /// of the guest agent is only printed.
     pub fn report(self) {
         if !self.is_here.into_inner() {
             return;

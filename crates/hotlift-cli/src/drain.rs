@@ -154,7 +154,7 @@ struct Drain<'a> {
     outcomes: Vec<Outcome>,
     /// For each running move, the write end of a pipe: the drop aborts the move.
     aborts: Vec<Option<PipeWriter>>,
-    /// Reason why no further moves start; `None` while they may.
+    /// Reason why no further moves start; `None` while further moves may start.
     stop: Option<String>,
     events: Receiver<DrainEvent>,
     /// Keeps the channel open: otherwise a wait would end when no move is running.
@@ -192,7 +192,7 @@ impl<'a> Drain<'a> {
     fn run(mut self, interrupt: &Interrupt) -> Vec<Outcome> {
         let sender = self.sender.clone();
         let signal = move |_| _ = sender.send(DrainEvent::Interrupted);
-        // A signal before the drain sends no event in time, so it is checked here: no move may start.
+        // The event of an earlier signal arrives too late, so the signal is checked here: after it, no move may start.
         if interrupt.is_raised() {
             self.interrupted();
         }

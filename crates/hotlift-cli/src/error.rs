@@ -64,8 +64,8 @@ pub enum MissingPagesFrom {
     OtherName,
 }
 
-/// Returns the next step for a guest without all its pages. `answers` is false if its QEMU may have ended; `resume` is the
-/// command that loads the remaining pages from `rest`.
+/// Returns the next step for a guest without all its pages. `answers` is false if the guest's QEMU may have ended. `resume` is
+/// the command that loads the remaining pages from `rest`.
 fn resume(answers: bool, rest: MissingPagesFrom, resume: &str) -> String {
     let unless = match answers {
         true => "each vCPU of the guest waits at the first missing page that it needs",
@@ -311,7 +311,7 @@ impl CommandError {
         }
     }
 
-    /// Returns the next step of errors for which it is a fixed text; `None` for other errors.
+    /// Returns the next step of errors whose next step is a fixed text; `None` for other errors.
     fn fixed_advice(&self) -> Option<&'static str> {
         match self {
             Self::Shared(error) => error.advice(),

@@ -1,4 +1,4 @@
-//! `hotlift guard`: watches a QEMU that `serve` or `restore` started. These commands start this one.
+//! `hotlift guard`: watches a QEMU that `serve` or `restore` started. Only these two commands start it.
 
 use std::path::PathBuf;
 

@@ -38,7 +38,7 @@ use crate::output_args::OutputArgs;
 use crate::peer::{Answer, Differences, Hello, SourceMessage};
 use crate::relay_report::Migration;
 
-/// Longest wait for the destination to get ready after it has read the hello (the first message). It may start a QEMU first.
+/// Longest wait for the destination to get ready after it has read the hello (the first message): it may start a QEMU first.
 const READY: Duration = Duration::from_secs(90);
 
 /// Longest wait for 'hotlift serve' to read the hello. As long as a relay's `handshake_timeout`, which suffices on a busy host.
@@ -523,8 +523,8 @@ impl Move<'_> {
         Ok(())
     }
 
-    /// Waits up to `time` for the destination's final message; returns `None` if there is none. Returns at once if it was
-    /// received before.
+    /// Waits up to `time` for the destination's final message, and returns it; `None` without one. Returns at once if
+    /// `final_message` already has one.
     fn final_message(
         &self,
         time: Duration,
@@ -544,9 +544,9 @@ impl Move<'_> {
         self.settings.limits.settle_timeout + CONNECT
     }
 
-    /// Determines the result after the relay succeeded. The final message of 'hotlift serve' decides; without it, the report of
-    /// the destination's relay (`activity`) does. Nothing else proves success: if 'hotlift serve' did not start the QEMU, it
-    /// may have the guest without running it.
+    /// Determines the result after the relay succeeded. The final message of 'hotlift serve' decides. Without a final message,
+    /// the report of the destination's relay (`activity`) decides. Nothing else proves success: a QEMU that 'hotlift serve' did
+    /// not start may have the guest without running it.
     fn moved(
         &self,
         final_message: Option<FinalMessage>,

@@ -352,7 +352,7 @@ fn threads_of(runs: &[Run]) -> Table {
     table
 }
 
-/// Returns the table of jobs (units of work) of accelerators, or of the CPU in their place; `None` if there were no jobs.
+/// Returns the table of accelerator jobs (units of work), also of jobs that the CPU did instead; `None` if there were no jobs.
 pub fn jobs(runs: &[Run]) -> Option<String> {
     let sides = runs.iter().flat_map(|run| {
         let sides = [("source", &run.source), ("destination", &run.destination)];

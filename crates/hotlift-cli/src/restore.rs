@@ -97,7 +97,7 @@ pub struct RestoreArgs {
 }
 
 impl RestoreArgs {
-    /// Returns the command line that loads the remaining pages of a lazily restored guest from `file`; `qmp` is the QMP socket
+    /// Returns the command line that loads the remaining pages of a lazily restored guest from `file`. `qmp` is the QMP socket
     /// of the guest's QEMU.
     fn to_resume(&self, file: &str, qmp: Option<&QmpAddress>) -> String {
         let qmp = qmp.map_or("ADDRESS".to_owned(), QmpAddress::to_string);
@@ -278,8 +278,8 @@ fn await_load(
 }
 
 /// Prints QEMU's statement about the guest, or returns the error for this statement. `trouble` is an error of the restore.
-/// `never` returns the error if QEMU never ran the guest. `unknown` returns the error if QEMU's state is unknown; its flag is
-/// true if QEMU answers. Both get the reason.
+/// `never` makes the error if QEMU never ran the guest. `unknown` makes the error if it is unknown whether QEMU has the guest;
+/// its flag is true if QEMU answers. Both functions get the reason.
 fn conclude(
     statement: Statement,
     (destination, clock): (Destination, &GuestClock),

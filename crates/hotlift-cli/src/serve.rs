@@ -250,8 +250,8 @@ impl Host<'_> {
         SourceResult::Over(self.migrate(source, hello, vm, destination))
     }
 
-    /// Returns a description of the destination's VM. Returns an error if QEMU would refuse its differences from the source's
-    /// VM, unless the source ignores them.
+    /// Returns a description of the destination's VM. If QEMU would refuse differences from the source's VM, returns an error,
+    /// unless the source ignores differences.
     fn compare(&self, hello: &Hello, destination: &Destination) -> Result<Box<Vm>, QemuError> {
         let vm = destination.vm(Some(&hello.vm))?.within(vm::MESSAGE_MAX);
         match hello.differences {
@@ -347,8 +347,8 @@ impl Host<'_> {
         }
     }
 
-    /// Runs the relay, and sends its progress to the source. Cancels it if the source disconnects before the commit. Returns
-    /// the relay's result, and the source's reason if the source reported a failure.
+    /// Runs the relay, and sends the relay's progress to the source. Cancels the relay if the source disconnects before the
+    /// commit. Returns the relay's result, and the source's reason if the source reported a failure.
     fn relay(
         &self,
         source: &mut Conversation,

@@ -96,8 +96,8 @@ pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Returns the reason why this guest must not be settled; `None` if it may. The command must not change a guest that its
-/// operator paused, or whose migration is running.
+/// Returns the reason why this guest must not be settled; `None` if it may be settled. The command must not change a guest that
+/// an operator paused, or whose migration is running.
 fn problem(state: &StatusInfo, migration: &MigrationInfo) -> Option<String> {
     match state.status.as_str() {
         "postmigrate" => None,

@@ -196,7 +196,7 @@ fn command_line(file: &Description) -> String {
     format!("{line} … and the source's devices")
 }
 
-/// Returns the id of the memory backend that made a RAM block; `None` for RAM of devices and firmware, which have other names.
+/// Returns the id of the memory backend that made a RAM block; `None` for RAM of devices and firmware.
 fn backend(block: &RamDescription) -> Option<String> {
     let name = block.name.strip_prefix("/objects/").unwrap_or(&block.name);
     let is_id = !name.is_empty()

@@ -41,7 +41,7 @@ pub enum MoveEvent {
     Ended {
         /// Final state of the domain.
         move_state: MoveState,
-        /// Reason why the destination counts as lost; `None` if it answers.
+        /// Reason why the destination counts as lost; `None` if the destination answers.
         lost: Option<String>,
     },
 }

@@ -9,7 +9,7 @@ use hotlift_terminal::error::error_line;
 use crate::drain::plan::{Plan, short};
 use crate::libvirt::virsh::{Libvirt, VirshError};
 
-/// Interval of queries to a destination. After two queries without an answer it counts as lost.
+/// Interval of queries to a destination. A destination that does not answer two queries counts as lost.
 const PEER_POLL_INTERVAL: Duration = Duration::from_secs(3);
 
 /// Returns the text for the operator: the destination `to` is lost, because of `error`.

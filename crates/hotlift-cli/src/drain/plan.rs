@@ -37,14 +37,14 @@ pub struct Budget {
     pub bandwidth: u64,
     /// Maximum of parallel moves.
     pub at_once: usize,
-    /// Maximum of parallel moves if all these domains are small.
+    /// Maximum of parallel moves if all the moving domains are small.
     pub at_once_small: usize,
     /// True if an agent runs on this host, and its limits were applied.
     pub agent: bool,
 }
 
 impl Budget {
-    /// Creates the budget from the given values, or from defaults within the limits of this host's agent. With more migrations
+    /// Creates the budget from the given values; the defaults respect the limits of this host's agent. With more migrations
     /// than the agent permits, some would wait in the agent while their QEMUs already migrate. The compression of each
     /// migration takes a core or more.
     pub fn new(bandwidth: Option<u64>, at_once: Option<u8>, agent: Option<&AgentInfo>) -> Self {

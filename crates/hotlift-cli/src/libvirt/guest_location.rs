@@ -18,8 +18,8 @@ pub enum GuestLocation {
     },
 }
 
-/// Texts in errors of the source's libvirt. They show that this libvirt ended the migration before it ordered the destination
-/// to run the guest (libvirt 9, and before 8).
+/// Texts in errors of the source's libvirt (libvirt 9, and before 8). They show that the source's libvirt ended the migration
+/// before it ordered the destination to run the guest.
 const ENDED_HERE: &[&str] = &["job 'migration out'", "migration out job", "migration job"];
 
 /// Text in the error of `virsh` if it could not connect to the destination's libvirt.

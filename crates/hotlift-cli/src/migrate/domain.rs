@@ -1,9 +1,9 @@
 //! `hotlift migrate --domain`: libvirt migrates a domain; its pages go through a relay in this process and the destination's
 //! agent.
 //!
-//! Both QEMUs use only loopback. The source's QEMU connects to this relay, and the destination's agent connects to its QEMU, at
-//! the same port number. So there is no socket file that would need an owner, an SELinux label or an AppArmor rule. Nothing is
-//! redirected.
+//! Both QEMUs use only loopback. The source's QEMU connects to this relay. The destination's agent connects to the
+//! destination's QEMU, at the same port number. So there is no socket file that would need an owner, an SELinux label or an
+//! AppArmor rule. Nothing is redirected.
 
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, SocketAddr};
