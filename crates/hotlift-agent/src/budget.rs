@@ -375,7 +375,7 @@ mod tests {
             [&migration, &disk, &answers].map(|session| session.snapshot().share)
         };
         agent.share();
-        // All that they may use.
+        // All sessions use their whole share.
         let busy = share([WHOLE, WHOLE, 0]);
         assert_eq!(busy[0].bandwidth, WHOLE / 4);
         assert_eq!(busy[1].bandwidth, WHOLE / 4 * 3);
@@ -533,7 +533,7 @@ mod tests {
                 now += ROUND;
                 round(&mut usage, &config, &mut hosts, now);
             }
-            // All demand everything.
+            // All sessions demand the total.
             for host in &mut hosts {
                 (host.demand, host.work) = (10 * WHOLE, 10_000);
             }

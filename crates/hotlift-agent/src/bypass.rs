@@ -30,11 +30,11 @@ struct Connections<'a> {
     users: &'a [u32],
 }
 
-/// A walk through the chains that outgoing packets pass.
+/// Search through the chains that outgoing packets pass, for rules that prevent the redirect.
 struct Walk<'a> {
     rules: BTreeMap<(InTable<'a>, &'a str), Vec<&'a Value>>,
     of: Connections<'a>,
-    /// Type of the chain at the hook.
+    /// Type of the base chain (the chain at the hook) from which the search started, as in "nat".
     kind: &'a str,
     priority: i64,
     /// Chains that were already visited from the chain at the hook: several jumps may lead to the same chain.

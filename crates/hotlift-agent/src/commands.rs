@@ -164,11 +164,11 @@ struct Change {
     weight: Option<u32>,
 }
 
-/// Commands of an agent.
+/// Executes the commands of an agent's control socket.
 pub struct AgentCommands(Arc<Agent>);
 
 impl AgentCommands {
-    /// Returns the commands of `agent`.
+    /// Creates the executor of the commands of `agent`.
     #[must_use]
     pub fn new(agent: &Arc<Agent>) -> Self {
         Self(Arc::clone(agent))

@@ -18,7 +18,7 @@ pub struct CriticalThreads {
     lost: Arc<OnceLock<&'static str>>,
 }
 
-/// Runs at the end of a thread, also after a panic.
+/// Guard of a critical thread. The drop, also after a panic, stops the agent unless it is already ending.
 struct ThreadGuard {
     name: &'static str,
     may_end: MayEnd,

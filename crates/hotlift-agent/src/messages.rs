@@ -80,7 +80,7 @@ impl Kind {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Hello {
-    /// Id of the session.
+    /// Id of the migration or tunnel, the same on both hosts.
     pub id: Id,
     /// Content of the connections: a migration, or other bytes (a tunnel).
     pub kind: Kind,

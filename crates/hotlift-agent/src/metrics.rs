@@ -644,7 +644,7 @@ mod tests {
         }
         let own = "hotlift_migration_sent_bytes_total{id=\"00000001\",direction=\"outgoing\",to=\"192.0.2.2:49152\"}";
         assert_eq!(under_way[own], 100.0);
-        // One completes with slightly larger counts, the other fails.
+        // One session completes with slightly larger counts; the other session fails.
         let report = RelayReport {
             sent_bytes: 101,
             received_bytes: 300,

@@ -29,8 +29,8 @@ impl Progress {
     /// Returns true if a relay that has run for `age` must be cancelled, for one of two reasons:
     ///
     /// - The relay has not begun within `timeout`.
-    /// - The relay depends on the other agent (`follows`), and the other agent has disconnected (`is_there` is false). Then it
-    ///   is cancelled only if the guest cannot run at the destination yet.
+    /// - The relay depends on the other agent (`follows`), which has disconnected (`is_there` is false), and the guest cannot
+    ///   run at the destination yet.
     fn must_end(
         &self,
         age: Duration,

@@ -199,7 +199,7 @@ fn end_silent(
     ends.iter().filter_map(|end| end.liveness.next(now)).min()
 }
 
-/// Ends all carried connections.
+/// Closes all connections that the tunnel still carries.
 fn pair_end(ends: &[CarriedConnection]) {
     for pair in ends.iter().filter_map(|end| end.pair.upgrade()) {
         pair.0.shutdown(std::net::Shutdown::Both);
