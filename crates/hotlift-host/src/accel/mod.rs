@@ -6,7 +6,7 @@
 //! | `pci` | PCI devices |
 //! | `queues` | work queues of the kernel driver idxd, which IAA and DSA share |
 //! | `iaa`, `dsa`, `qat`, `uadk` | one accelerator each |
-//! | `libraries` | the vendors' libraries |
+//! | `libraries` | the libraries of the accelerators' vendors |
 
 mod dsa;
 mod host;
@@ -58,7 +58,7 @@ pub struct Accelerator {
     pub name: &'static str,
     /// Hotlift's use of the accelerator, as in "method qpl".
     pub serves: &'static str,
-    /// True if Hotlift can use it now.
+    /// True if Hotlift can use the accelerator now.
     pub usable: bool,
     /// Library of the vendor; `null` if none is needed.
     pub library: Option<Library>,
@@ -68,7 +68,7 @@ pub struct Accelerator {
     pub gaps: Vec<Gap>,
 }
 
-/// A device or one of its queues.
+/// A device of an accelerator, or one of the device's queues.
 #[derive(Debug, Serialize)]
 pub struct Part {
     /// Name, as in `iax1/wq1.0`.
