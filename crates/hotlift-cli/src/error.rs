@@ -27,7 +27,7 @@ use hotlift_vmm::verify::VerifyError;
 use crate::certs::error::CertsError;
 use crate::libvirt::virsh::VirshError;
 
-/// Placeholder in a command line for a value that is unknown here.
+/// Placeholder in a command line for the source's QMP socket, which this host does not know.
 const QMP_OF_THE_SOURCE: &str = "QMP-OF-THE-SOURCE";
 
 /// Returns the next step after a migration with unknown result: the command to type at the source, whose QMP socket is `qmp`.
@@ -58,7 +58,7 @@ const SALVAGE: &str = "restore from another copy of the file, or replace its dam
 pub enum MissingPagesFrom {
     /// The same file or server as before.
     There,
-    /// An undamaged copy of the file.
+    /// An undamaged copy of the damaged file.
     Copy,
     /// The file of the first restore, which now has another name.
     OtherName,

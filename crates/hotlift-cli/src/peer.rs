@@ -5,7 +5,7 @@
 //! migrate                 serve
 //! hello            ---->  compares, prepares its QEMU, starts its relay
 //!                  <----  progress, at once: the hello has arrived
-//!                  <----  ready, or refused; or its VM, where the source only compares: the end
+//!                  <----  ready, or refused; only its VM, if the source only compares: the end
 //!                  <----  progress, each second
 //! failed           ---->  (in place of a connection that only ends)
 //!                  <----  completed, or failed

@@ -32,7 +32,7 @@ pub struct Move {
     pub abort: PipeReader,
 }
 
-/// Progress or end of a move.
+/// Event of a move: its progress, or its end.
 #[derive(Debug)]
 pub enum MoveEvent {
     /// libvirt's statistics of the migration so far.
