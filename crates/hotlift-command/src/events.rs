@@ -8,10 +8,10 @@ use hotlift_terminal::output;
 use hotlift_vmm::fill::Filled;
 use serde::{Deserialize, Serialize};
 
-/// Events in order of arrival.
+/// Events of a child process, in order of arrival.
 pub type Events = Box<dyn Iterator<Item = Event>>;
 
-/// One event.
+/// An event of a child process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum Event {
