@@ -1,4 +1,4 @@
-//! Accelerators: setting, and counts of jobs.
+//! Setting that selects accelerators, and counts of their jobs.
 
 use std::ops::AddAssign;
 use std::sync::Arc;
@@ -6,27 +6,27 @@ use std::sync::Arc;
 use crate::MethodError;
 use crate::device::Hardware;
 
-/// Reason why a program without accelerators uses none.
+/// Reason reported by a program that is built without accelerators.
 pub const NOT_BUILT_IN: &str = "this program is built without accelerators";
 
-/// Use of the accelerators that the program passes in.
+/// Setting that decides if a channel uses one of the accelerators that the program passes in.
 #[derive(Debug, Clone, Copy)]
 pub enum Accelerator {
-    /// Uses a working accelerator if the host has one. The CPU does the rest, including failed jobs.
+    /// Uses an accelerator if the host has a working one, and otherwise the CPU. The CPU also repeats failed jobs.
     Auto(&'static [Hardware]),
-    /// Never uses it.
+    /// Uses the CPU only.
     Off,
-    /// Fails the channel if no accelerator is available. The CPU still does jobs that fail later: a device error does not fail
-    /// a migration.
+    /// A channel without a working accelerator fails when it is opened. The CPU repeats jobs that fail later: a device error
+    /// does not fail a migration.
     Required(&'static [Hardware]),
 }
 
 impl Accelerator {
-    /// Tests the accelerator of `method`, see [`Hardware::probe`].
+    /// Tests the accelerator of `method` and returns its description, see [`Hardware::probe`].
     ///
     /// # Errors
     ///
-    /// The reason why it is unusable.
+    /// The reason why the accelerator is unusable. For [`Accelerator::Off`] it is always [`NOT_BUILT_IN`].
     pub fn probe(self, method: &str) -> Result<Arc<str>, Arc<str>> {
         self.hardware(method).ok_or(NOT_BUILT_IN)?.probe()
     }
@@ -38,11 +38,12 @@ impl Accelerator {
         all.iter().find(|hardware| hardware.method == method)
     }
 
-    /// Opens the accelerator of `method`, which uses a `device`, unless it is off or unusable.
+    /// Tests the accelerator of `method` and calls `open` for it. Returns `None` if accelerators are off or this one is
+    /// unusable. `device` names the accelerator in messages.
     ///
     /// # Errors
     ///
-    /// [`MethodError::Unavailable`] if it is required.
+    /// [`MethodError::Unavailable`] if the accelerator is required and unusable.
     pub(crate) fn open<D>(
         self,
         method: &'static str,
@@ -73,15 +74,15 @@ impl Accelerator {
 /// Settings of a channel's encoder.
 #[derive(Debug, Clone, Copy)]
 pub struct EncoderSettings {
-    /// Level, of [`MethodInfo::levels`](crate::MethodInfo). Methods without levels ignore it.
+    /// Compression level, one of [`MethodInfo::levels`](crate::MethodInfo). Methods without levels ignore it.
     pub level: u8,
-    /// Use of the accelerator.
+    /// Accelerators that the encoder may use.
     pub accelerator: Accelerator,
-    /// True if the receiver is a Hotlift, which reads all that the method can write. A QEMU without an accelerator reads less
-    /// (see `uadk`).
+    /// True if the receiver is a Hotlift, which can read all output of the method. False for a QEMU: without its accelerator it
+    /// rejects compressed pages of `uadk`.
     pub to_hotlift: bool,
-    /// Maximum window in bytes, which the receiver must buffer. Only zstd's levels from 4 on have a window that spans packets;
-    /// all other encoders ignore it.
+    /// Maximum size of the compression window, in bytes; the receiver buffers the window. Only `zstd` from level 4 on uses this
+    /// limit: its window spans packets.
     pub window_max: usize,
 }
 
@@ -98,17 +99,18 @@ impl EncoderSettings {
     }
 }
 
-/// Job counts of one channel's encoder or decoder. A job is the unit of its accelerator: a page for qpl and uadk, a gzip member
-/// for qatzip. All 0 for methods without accelerators.
+/// Job counts of one channel's encoder or decoder. A job processes one page (`qpl`, `uadk`) or one gzip member (`qatzip`). All
+/// counts are 0 for methods without accelerators.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Jobs {
     /// Jobs done by the accelerator.
     pub hardware: u64,
-    /// Jobs done on the CPU, including jobs that an accelerator refused or failed. A receiver's CPU copies uncompressed pages.
+    /// Jobs done on the CPU, including jobs that an accelerator refused or failed. At a receiver, uncompressed pages count here
+    /// too: the CPU copies them.
     pub software: u64,
     /// Submissions repeated because the accelerator's queue was full.
     pub retries: u64,
-    /// Pages sent uncompressed because they did not shrink. They count as jobs too.
+    /// Pages sent uncompressed because they did not shrink. Each is also counted as a job.
     pub raw_pages: u64,
 }
 
@@ -121,10 +123,11 @@ impl AddAssign for Jobs {
     }
 }
 
-/// Device that an encoder or decoder uses. Only one transition exists: `Hardware` to `Fallback`, which is final.
+/// Device that an encoder or decoder uses. If an accelerator fails permanently, `Hardware` changes to `Fallback` for the rest
+/// of the migration.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum RunsOn {
-    /// The CPU, as intended: the method has no accelerator, or it is switched off.
+    /// The CPU, as configured: the method has no accelerator, or accelerators are switched off.
     #[default]
     Software,
     /// The CPU instead of an accelerator, with the reason.

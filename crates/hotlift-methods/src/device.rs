@@ -13,59 +13,59 @@ pub struct Hardware {
     pub method: &'static str,
     /// Soname of the vendor's library, opened at run time.
     pub library: &'static str,
-    /// Environment variable that names another file for it.
+    /// Environment variable that can name another file for the library.
     pub variable: &'static str,
     open: Open,
     trial: fn(&Self) -> Result<String, String>,
     tried: OnceLock<Result<Arc<str>, Arc<str>>>,
 }
 
-/// Function that opens a device for one channel; an error is the reason why there is none.
+/// Function that opens a device for one channel. Its error is the reason why no device can be opened.
 #[derive(Debug, Clone, Copy)]
 pub enum Open {
-    /// Of qpl or uadk, for that direction.
+    /// Opens a device of `qpl` or `uadk` for a direction.
     Pages(fn(Direction) -> Result<Box<dyn PageDevice>, String>),
-    /// Of qatzip, for that direction and level.
+    /// Opens a device of `qatzip` for a direction and a compression level.
     Members(fn(Direction, u8) -> Result<Box<dyn MemberDevice>, String>),
 }
 
-/// Direction of the pages.
+/// Direction of a device: compression at the sender, decompression at the receiver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// Pages in, streams out.
+    /// The device turns pages into compressed streams.
     Compress,
-    /// Streams in, pages out.
+    /// The device turns compressed streams into pages.
     Decompress,
 }
 
 /// A device that compresses or decompresses pages for one channel, one job per page.
 ///
-/// Dropping it ends its jobs. No job may be in flight then.
+/// No job may be in flight when the device is dropped: collect all jobs first, or [abandon](Self::abandon) the device.
 pub trait PageDevice: Send {
     /// Returns the maximum number of jobs in flight, never 0.
     fn slots(&self) -> usize;
 
-    /// Starts the job of a slot, which has none in flight.
+    /// Starts a job in a slot that has no job in flight. A slot is an index below [`slots`](Self::slots).
     ///
     /// # Safety
     ///
     /// `input` must stay unchanged until the job is collected or the device abandoned.
     unsafe fn submit(&mut self, slot: usize, input: &[u8]) -> Submitted;
 
-    /// Waits for the job of a slot.
+    /// Waits for the job of a slot and returns its result.
     fn collect(&mut self, slot: usize) -> Collected;
 
-    /// Returns the first `len` bytes of the output of a collected job, which reported this length.
+    /// Returns the output of a collected job. `len` is the length from [`Collected::Done`].
     fn output(&self, slot: usize, len: usize) -> &[u8];
 
-    /// Leaks the device with all memory that its jobs may still write to.
+    /// Leaks the device and all memory that its unfinished jobs may still write to.
     fn abandon(self: Box<Self>);
 }
 
 /// Result of a submission.
 #[derive(Debug)]
 pub enum Submitted {
-    /// The job must be collected.
+    /// The job has started and must be collected.
     Accepted,
     /// The queue is full.
     Busy,
@@ -78,22 +78,22 @@ pub enum Submitted {
 pub enum Collected {
     /// Done, with the number of output bytes.
     Done(usize),
-    /// The output exceeds its room, so the page does not shrink.
+    /// The output exceeds its buffer: the compressed page is not smaller than the page.
     DoesNotFit,
-    /// The job failed, and writes no more.
+    /// The job failed. It no longer writes to its output.
     Failed(PageFailure),
-    /// Timeout. The device must be abandoned.
+    /// Timeout: the job may still write to its output, so the device must be abandoned.
     NoAnswer,
 }
 
 /// Reason why the device did not process a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PageFailure {
-    /// The library's code.
+    /// Error code of the vendor's library.
     Code(i64),
-    /// It reports success with this number of output bytes, which is impossible.
+    /// The library reports success with this number of output bytes, which is impossible.
     Length(usize),
-    /// No memory for a job.
+    /// Not enough memory for a job.
     NoMemory,
 }
 
@@ -109,27 +109,26 @@ impl fmt::Display for PageFailure {
 
 /// A device that compresses packets to gzip members or decompresses them, for one channel.
 pub trait MemberDevice: Send {
-    /// Returns the maximum bytes of a member.
+    /// Returns the maximum number of uncompressed bytes in one gzip member.
     fn largest_member(&self) -> usize;
 
-    /// Compresses `bytes`, or decompresses them; the uncompressed form has `pages` bytes. Returns the output. All input must be
-    /// used.
+    /// Compresses or decompresses all of `bytes` and returns the output. `pages` is the uncompressed size in bytes.
     ///
     /// # Errors
     ///
-    /// [`MemberFailure`].
+    /// [`MemberFailure`] if the device is busy, does not answer in time, or fails.
     fn run(&mut self, bytes: &[u8], pages: usize) -> Result<&[u8], MemberFailure>;
 
-    /// Leaks the device with all memory that it may still write to.
+    /// Leaks the device and all memory that it may still write to.
     fn abandon(self: Box<Self>);
 }
 
 /// Reason why the device did not process a packet.
 #[derive(Debug)]
 pub enum MemberFailure {
-    /// Other channels currently use the device's instances.
+    /// Other channels use all instances of the device.
     Busy,
-    /// Timeout: the device may still write.
+    /// Timeout: the device may still write to its output.
     NoAnswer,
     /// Any other error: the device may be unusable.
     Failed(String),
@@ -152,8 +151,8 @@ impl From<String> for MemberFailure {
 }
 
 impl Hardware {
-    /// Returns the accelerator of `method`, whose devices `open` opens, and which `trial` checks with one job. `trial` returns
-    /// the description.
+    /// Returns the accelerator of `method`. `open` opens a device for a channel. `trial` tests the accelerator once and returns
+    /// its description.
     #[must_use]
     pub const fn new(
         method: &'static str,
@@ -184,14 +183,14 @@ impl Hardware {
         tried.clone()
     }
 
-    /// Returns the library's file name, which replaces the version where the library reports none.
+    /// Returns the file name of the library. It is the description of an accelerator whose library reports no version.
     #[must_use]
     pub fn file(&self) -> String {
         let file = library::file(self.library, Some(self.variable));
         file.to_string_lossy().into_owned()
     }
 
-    /// Opens a device for pages.
+    /// Opens a device that processes single pages.
     pub(crate) fn pages(&self, direction: Direction) -> Result<Box<dyn PageDevice>, String> {
         match self.open {
             Open::Pages(open) => open(direction),
@@ -199,7 +198,7 @@ impl Hardware {
         }
     }
 
-    /// Opens a device for members.
+    /// Opens a device that processes gzip members.
     pub(crate) fn members(
         &self,
         direction: Direction,

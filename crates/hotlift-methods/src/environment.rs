@@ -1,8 +1,9 @@
 //! Permission to read settings from the environment.
 //!
-//! The kernel sets `AT_SECURE` if a process has more rights than the user who started it (file capabilities, set-user-ID). The
-//! environment is untrusted then: a path in it could run foreign code with those rights. The dynamic loader ignores
-//! `LD_LIBRARY_PATH` in this case; all of Hotlift's reads of variables use this module.
+//! The kernel sets `AT_SECURE` if a process has more rights than the user who started it (file capabilities, set-user-ID). In
+//! this case the environment is untrusted: a path in it could run foreign code with those rights. The dynamic loader then
+//! ignores `LD_LIBRARY_PATH`, and this module ignores all variables. All of Hotlift's reads of environment variables use this
+//! module.
 
 use std::ffi::OsString;
 
@@ -15,7 +16,7 @@ pub fn is_trusted() -> bool {
     secure == 0
 }
 
-/// Returns the environment variable; `None` if it is unset, empty or untrusted.
+/// Returns the value of an environment variable; `None` if it is unset or empty, or if the environment is untrusted.
 #[must_use]
 pub fn variable(name: &str) -> Option<OsString> {
     let value = is_trusted().then(|| std::env::var_os(name)).flatten();

@@ -1,4 +1,4 @@
-//! Errors of packet payloads.
+//! Errors of compression and decompression.
 
 use crate::memory::OverMemoryLimit;
 
@@ -20,7 +20,7 @@ pub enum MethodError {
         /// Highest level.
         max: u8,
     },
-    /// A library is missing or fails its test.
+    /// A library or a required accelerator is missing, or fails its test.
     #[error("{method}: {library} cannot be used: {reason}")]
     Unavailable {
         /// Name of the method.
@@ -39,7 +39,7 @@ pub enum MethodError {
         library: &'static str,
         /// Requested operation.
         operation: &'static str,
-        /// Its error text or code.
+        /// Error text or code of the library.
         reason: String,
     },
     /// The packet to send holds no page, or a partial page.
@@ -47,7 +47,7 @@ pub enum MethodError {
     UnevenInput {
         /// Name of the method.
         method: &'static str,
-        /// Bytes given.
+        /// Size of the input in bytes.
         bytes: usize,
     },
     /// The payload does not begin with this method's header.
@@ -55,7 +55,7 @@ pub enum MethodError {
     Header {
         /// Name of the method.
         method: &'static str,
-        /// The bytes read.
+        /// First two bytes of the payload.
         got: [u8; 2],
     },
     /// The payload ended before the pages were full.
@@ -98,13 +98,13 @@ pub enum MethodError {
         /// Bytes of the payload.
         payload: usize,
     },
-    /// The stream ended. Senders never end it before the migration completes.
+    /// The channel's compressed stream ended. Senders never end it before the migration completes.
     #[error("{method}: the stream ends inside the migration")]
     StreamEnd {
         /// Name of the method.
         method: &'static str,
     },
-    /// The payload is no valid stream.
+    /// The payload is not a valid stream.
     #[error("{method}: payload is damaged: {reason}")]
     Damaged {
         /// Name of the method.
@@ -121,7 +121,7 @@ pub enum MethodError {
         #[source]
         source: OverMemoryLimit,
     },
-    /// An earlier packet of the channel failed, so the state for this one is lost.
+    /// An earlier packet of the channel could not be decoded, so no later packet can be decoded either.
     #[error("{method}: an earlier packet of this channel could not be decoded")]
     Failed {
         /// Name of the method.

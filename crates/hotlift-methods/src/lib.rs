@@ -1,9 +1,9 @@
 //! The page compression methods of the multifd stream: QEMU's `multifd-compression`, and `lz4`.
 //!
-//! The unit is one packet of up to 128 pages. An [`Encode`] turns the packet's normal pages into the payload after its header;
-//! a [`Decode`] writes a payload into guest memory. Each channel has its own encoder or decoder for the whole migration,
-//! because `zlib` and QEMU's `zstd` carry state between packets. All packets of a channel must be decoded, in order, by the
-//! channel's decoder.
+//! The unit of compression is one packet of up to 128 pages. An [`Encode`] compresses the packet's normal pages (not its zero
+//! pages) into the payload after the packet header. A [`Decode`] decompresses a payload into guest memory. Each channel has its
+//! own encoder or decoder for the whole migration, because `zlib` and QEMU's `zstd` keep state from packet to packet. The
+//! channel's decoder must decode all packets of the channel, in order.
 //!
 //! | file | subject |
 //! |---|---|
@@ -30,10 +30,10 @@
 //!
 //! # Guarantees of a decoder
 //!
-//! A payload comes from a peer and can contain anything. A decoder writes no byte outside its runs. It fills them exactly or
-//! returns an error. A peer chooses the size of only one allocation, the window: at most [`ZSTD_WINDOW_LOG_MAX`] and at most
-//! what [`Decode::limit_memory`] permits. After an error the content of the runs is undefined and the channel's state is lost:
-//! later calls fail with [`MethodError::Failed`].
+//! A payload comes from a peer and can contain anything. A decoder writes no byte outside the given runs of guest memory. It
+//! fills the runs exactly or returns an error. A peer chooses the size of only one allocation: the window of zstd. Its size is
+//! limited by [`ZSTD_WINDOW_LOG_MAX`] and [`Decode::limit_memory`]. After an error the content of the runs is undefined and the
+//! channel's state is lost: later calls fail with [`MethodError::Failed`].
 //!
 //! Buffers grow to the largest packet and are kept; there is no allocation per packet.
 //!
@@ -92,13 +92,13 @@ pub use zstd::WINDOW_LOG_MAX as ZSTD_WINDOW_LOG_MAX;
 
 use hotlift_mem::GuestRun;
 
-/// Compression method of a sending channel.
+/// Encoder of one sending channel, by one compression method.
 pub trait Encode: Send {
     /// Compresses one packet.
     ///
-    /// `pages` are its normal pages in sequence. They must be a private copy: a compressor whose input changes may write an
-    /// undecodable stream. `out` is cleared and then filled with the payload. Its capacity is kept, so pass the same vector
-    /// each time.
+    /// `pages` are the packet's normal pages in sequence. They must be a private copy: if the input changes during the call,
+    /// the stream may be undecodable. `out` is cleared and then filled with the payload. Its capacity is kept, so pass the same
+    /// vector each time.
     ///
     /// # Errors
     ///
@@ -106,12 +106,12 @@ pub trait Encode: Send {
     /// library fails. The channel is unusable after an error.
     fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError>;
 
-    /// Sets the level of the next packets, which may be below those of [`MethodInfo::levels`]. Methods without such levels
-    /// ignore it.
+    /// Sets the level of the next packets. It may be below the levels of [`MethodInfo::levels`]. Methods without levels ignore
+    /// it.
     ///
     /// # Errors
     ///
-    /// [`MethodError::Library`] if the library lacks the level.
+    /// [`MethodError::Level`] or [`MethodError::Library`] if the method or its library lacks the level.
     fn set_level(&mut self, level: i8) -> Result<(), MethodError> {
         let _ = level;
         Ok(())
@@ -128,22 +128,23 @@ pub trait Encode: Send {
     }
 }
 
-/// Decompression method of a receiving channel.
+/// Decoder of one receiving channel, by one compression method.
 pub trait Decode: Send {
     /// Decompresses one packet's payload into `pages`, in their order.
     ///
-    /// Runs may have any length and address. Runs adjacent in memory are filled as one, which is faster. Decoders read back
-    /// their output, so no other thread may write the pages during the call. Otherwise the result is damaged (but no memory
-    /// outside the runs).
+    /// `pages` are runs of guest memory, of any length and address. Runs adjacent in memory are filled as one, which is faster.
+    /// Decoders read their output again, so no other thread may write the pages during the call. A concurrent write damages the
+    /// pages, but no memory outside them.
     ///
     /// # Errors
     ///
     /// See [`MethodError`] for damaged payloads. Too few bytes, too many bytes and unused input are errors too.
     fn decode(&mut self, payload: &[u8], pages: &[GuestRun<'_>]) -> Result<(), MethodError>;
 
-    /// Counts allocations that payloads cause in `limit`, from now on. Excess allocations fail with [`MethodError::Memory`].
+    /// Counts later allocations that payloads cause in `limit`. A packet that exceeds the limit fails with
+    /// [`MethodError::Memory`].
     fn limit_memory(&mut self, _limit: &MemoryLimit) {
-        // Only zstd's streams choose a size.
+        // Only zstd streams choose the size of an allocation.
     }
 
     /// Returns the counts of jobs, by CPU and by accelerator.

@@ -1,4 +1,4 @@
-//! libdeflate: complete streams, each in one call, in both directions.
+//! libdeflate: compresses or decompresses a complete stream in one call.
 
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
@@ -21,23 +21,23 @@ pub(crate) const LIBRARY: &str = "libdeflate";
 /// Format around the deflate blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wrapper {
-    /// Nothing (RFC 1951).
+    /// No header or trailer: raw deflate (RFC 1951).
     Raw,
-    /// Header and checked Adler-32 (RFC 1950).
+    /// A zlib header, and an Adler-32 that the decoder checks (RFC 1950).
     Zlib,
 }
 
 /// Result of decoding a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// A complete stream.
+    /// The stream is complete.
     Done {
         /// Bytes of input used.
         read: usize,
         /// Bytes of output written.
         written: usize,
     },
-    /// The stream has more bytes than the room.
+    /// The stream decodes to more bytes than the output has room for.
     TooLong,
     /// The stream is damaged or incomplete.
     Invalid,
@@ -49,7 +49,7 @@ pub(crate) struct Decompressor(NonNull<libdeflate_decompressor>);
 unsafe impl Send for Decompressor {}
 
 impl Decompressor {
-    /// Returns a decompressor for the method called `method`.
+    /// Returns a decompressor. `method` is the method's name for errors.
     pub(crate) fn new(method: &'static str) -> Result<Self, MethodError> {
         // SAFETY: no preconditions; null is checked.
         let decompressor = NonNull::new(unsafe { libdeflate_alloc_decompressor() });
@@ -61,11 +61,11 @@ impl Decompressor {
         })
     }
 
-    /// Decodes the stream at the start of `stream` into `extent`, which may be written even after a failure.
+    /// Decodes the compressed stream at the start of `stream` into `extent`. A failed call may also have written to `extent`.
     ///
     /// # Safety
     ///
-    /// The caller may write the extent for its whole length.
+    /// The whole extent must be writable during the call.
     pub(crate) unsafe fn decompress(
         &mut self,
         wrapper: Wrapper,
@@ -112,7 +112,7 @@ pub(crate) struct Compressor(NonNull<libdeflate_compressor>);
 unsafe impl Send for Compressor {}
 
 impl Compressor {
-    /// Returns a compressor of that level, 1 to 12, for the method called `method`.
+    /// Returns a compressor of that level, 1 to 12. `method` is the method's name for errors.
     pub(crate) fn new(method: &'static str, level: u8) -> Result<Self, MethodError> {
         // SAFETY: no preconditions; null is checked.
         let compressor = NonNull::new(unsafe { libdeflate_alloc_compressor(c_int::from(level)) });
@@ -124,7 +124,8 @@ impl Compressor {
         })
     }
 
-    /// Compresses `input` to one final stream at the start of `room`; returns its length, or `None` if it does not fit.
+    /// Compresses `input` to one complete stream at the start of `room`. Returns the stream's length; `None` if the stream does
+    /// not fit.
     pub(crate) fn compress(&mut self, input: &[u8], room: &mut [MaybeUninit<u8>]) -> Option<usize> {
         // SAFETY: the compressor is live and exclusive (`&mut self`); input and output are slices.
         let written = unsafe {

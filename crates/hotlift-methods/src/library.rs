@@ -9,8 +9,8 @@ use libloading::Library;
 
 use crate::environment;
 
-/// Declares a table of the functions of a library by their C names. `get` opens the library once per process. The soname is
-/// followed by the environment variable that names another file for the library: `Some(VARIABLE)`, or `None`.
+/// Declares a struct with functions of a C library, by their C names. `get` opens the library once per process. The struct's
+/// arguments are the soname, and the environment variable that can name another file: `Some(VARIABLE)`, or `None`.
 ///
 /// The declaring code guarantees that the library's constructors are sound to run, and that the types are those of the header
 /// for the soname.
@@ -59,18 +59,18 @@ macro_rules! functions {
 /// An open library.
 pub struct Opened(Library);
 
-/// Opens the library with that soname. If the environment is trusted ([`environment`]), the file in the variable replaces it.
+/// Opens the library with that soname. A file named in the environment variable replaces it if the [`environment`] is trusted.
 ///
 /// # Errors
 ///
-/// The loader's message, or the error that the variable holds no absolute path.
+/// The loader's message, or the message that the variable's value is not an absolute path.
 ///
 /// # Safety
 ///
 /// The library's constructors must be sound to run; an operator who names a file is responsible for it.
 pub unsafe fn open(soname: &str, variable: Option<&str>) -> Result<Opened, String> {
     let file = file(soname, variable);
-    // The loader searches for a name without a slash, and resolves others in the working directory.
+    // A relative path is rejected: the loader would search for it, or resolve it in the working directory.
     if let Some(variable) = variable.filter(|_| file != soname)
         && !Path::new(&file).is_absolute()
     {
@@ -107,7 +107,7 @@ impl Opened {
         symbol.map(|symbol| *symbol).map_err(|error| reason(&error))
     }
 
-    /// Keeps the library for the life of the process.
+    /// Keeps the library open until the process ends.
     pub fn keep(self) {
         std::mem::forget(self.0);
     }

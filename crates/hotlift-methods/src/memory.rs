@@ -1,11 +1,12 @@
 //! Limit of the memory that a peer can make its receiver allocate.
 //!
-//! Every allocation whose size the peer chooses is counted first. Memory that the receiver needs anyway is not counted.
+//! Every allocation whose size the peer chooses is counted before it is made. Memory that the receiver needs anyway is not
+//! counted.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Byte counter with a limit. Clones share both.
+/// Counter of allocated bytes, with a limit. Clones share the counter and the limit.
 #[derive(Debug, Clone)]
 pub struct MemoryLimit(Arc<Counts>);
 
@@ -15,7 +16,7 @@ struct Counts {
     used: AtomicUsize,
 }
 
-/// Request that exceeds the limit.
+/// Error: a request exceeds the memory limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{wanted} more bytes, with {used} in use, exceed the memory limit of {limit} bytes (raise --memory-limit)"
@@ -30,7 +31,7 @@ pub struct OverMemoryLimit {
 }
 
 impl MemoryLimit {
-    /// Returns an unused limit of `limit` bytes.
+    /// Returns a limit of `limit` bytes, with no bytes in use.
     #[must_use]
     pub fn new(limit: usize) -> Self {
         Self(Arc::new(Counts {
@@ -50,10 +51,10 @@ impl MemoryLimit {
         self.0.used.load(Ordering::Relaxed)
     }
 
-    /// Reserves `bytes`.
+    /// Counts `bytes` bytes as in use, before they are allocated.
     ///
     /// # Errors
-    /// [`OverMemoryLimit`]; nothing is reserved then.
+    /// [`OverMemoryLimit`] if the limit would be exceeded. Then nothing is counted.
     pub fn take(&self, bytes: usize) -> Result<(), OverMemoryLimit> {
         let limit = self.0.limit.load(Ordering::Relaxed);
         let more = |used: usize| used.checked_add(bytes).filter(|sum| *sum <= limit);
@@ -68,7 +69,7 @@ impl MemoryLimit {
         })
     }
 
-    /// Releases `bytes` reserved bytes.
+    /// Counts `bytes` bytes as no longer in use.
     pub fn give_back(&self, bytes: usize) {
         self.0.used.fetch_sub(bytes, Ordering::Relaxed);
     }

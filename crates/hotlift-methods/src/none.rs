@@ -1,7 +1,7 @@
 //! `none`: uncompressed pages.
 //!
-//! The engine sends and receives such pages without a copy. This copying implementation serves callers that treat all methods
-//! alike, and tests.
+//! The engine sends and receives uncompressed pages without a copy. This implementation copies them: it is for tests, and for
+//! callers that use all methods in the same way.
 
 use hotlift_mem::GuestRun;
 

@@ -4,8 +4,8 @@
 //! to one byte less than a page, so that a page that does not shrink is sent uncompressed. Its decoders reject distances beyond
 //! 4 KiB, which a page cannot have, and accept every kind of block.
 //!
-//! A device's job also reports success for a truncated stream, so the output's length is checked. The CPU does not use libqpl:
-//! its software is slower than libdeflate and ISA-L.
+//! A device also reports success for a truncated stream, so the output's length is checked. The CPU does not use libqpl, whose
+//! software is slower than libdeflate and ISA-L.
 
 use crate::device::{Direction, Hardware};
 use crate::pagewise::{self, Service, Wrapper};
@@ -13,14 +13,14 @@ use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, software}
 
 const NAME: &str = "qpl";
 
-/// Device that serves the method.
+/// Name of the device for this method.
 pub(crate) const DEVICE: &str = "Intel IAA";
 
-/// Tests a device of each direction before use: one compresses a page, the other decompresses the result.
+/// Tests an accelerator before use: one device compresses a page, another decompresses the result.
 ///
 /// # Errors
 ///
-/// If a device cannot be opened, fails, or returns a wrong result.
+/// The reason, if a device cannot be opened, fails, or returns a wrong result.
 pub fn trial(hardware: &Hardware) -> Result<(), String> {
     pagewise::trial(Wrapper::Raw, hardware)
 }

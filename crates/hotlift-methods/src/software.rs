@@ -1,13 +1,13 @@
 //! Deflate of pages and gzip members on the CPU, for hosts without accelerators.
 //!
-//! Pages: igzip's level 0 with codes per packet. On nine Silesia files it has 1.30 times the ratio of libqpl (fixed codes,
-//! level 1) in 0.8 of its time, in both directions. libdeflate's level 1 gave another 5 % on seven of them, in three times the
-//! time.
+//! Pages are compressed by igzip's level 0 with Huffman codes for each packet. On nine Silesia files this has 1.30 times the
+//! ratio of libqpl (fixed codes, level 1) in 0.8 of its time, in both directions. libdeflate's level 1 gave another 5 % of
+//! ratio on seven of the files, in three times the time.
 //!
-//! Members of 64 KiB: igzip's level 2 gives 1.03 times the ratio of zlib's level 1 in a fifth of its time. That is 3 % less
-//! than libdeflate's level 1, in half the time.
+//! Gzip members of 64 KiB are compressed by igzip's level 2. It has 1.03 times the ratio of zlib's level 1 in a fifth of the
+//! time. Its ratio is 3 % below that of libdeflate's level 1, in half the time.
 //!
-//! libdeflate serves the other levels, and all levels if ISA-L is missing.
+//! libdeflate compresses at the other levels, and at all levels if ISA-L is missing.
 
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
@@ -19,8 +19,8 @@ use crate::isal::{self, Isal, Stateless};
 use crate::libdeflate::{self, Compressor, Decompressor, Outcome};
 use crate::target::Extent;
 
-/// One page in 16 is a sample. Its codes give 0.4 % less ratio than those of all pages, in half the time. Packets with fewer
-/// pages use the first page.
+/// Number of pages per sample page, from which Huffman codes are made. Codes from one page in 16 give 0.4 % less ratio than
+/// codes from all pages, in half the time. Packets with fewer pages use the first page.
 const SAMPLE: usize = 16;
 
 /// Compresses pages or members, each to one final raw deflate stream.
@@ -30,7 +30,7 @@ pub(crate) enum Software {
 }
 
 impl Software {
-    /// Returns the best library of this machine for pages, for the method called `method`.
+    /// Returns a compressor of pages by the best library of this machine. `method` is the method's name for errors.
     pub(crate) fn pages(method: &'static str) -> Result<Self, MethodError> {
         match usable(method) {
             Ok(isal) => Ok(Self::Isal(Stateless::with_sampled_codes(isal))),
@@ -38,7 +38,7 @@ impl Software {
         }
     }
 
-    /// Returns the best library of this machine for members of that level, 1 to 9.
+    /// Returns a compressor of gzip members at that level, 1 to 9, by the best library of this machine.
     pub(crate) fn members(method: &'static str, level: u8) -> Result<Self, MethodError> {
         match usable(method) {
             Ok(isal) if level <= 2 => Ok(Self::Isal(Stateless::with_own_codes(isal))),
@@ -54,7 +54,7 @@ impl Software {
         }
     }
 
-    /// Prepares for the pages of a packet.
+    /// Makes the Huffman codes for the pages of a packet. Must be called before the packet's pages are compressed.
     pub(crate) fn begin(&mut self, method: &'static str, pages: &[u8]) -> Result<(), MethodError> {
         match self {
             Self::Isal(stateless) => stateless
@@ -64,7 +64,8 @@ impl Software {
         }
     }
 
-    /// Compresses `input` to the start of `room`; returns the stream's length, or `None` if it does not fit.
+    /// Compresses `input` to one complete stream at the start of `room`. Returns the stream's length; `None` if the stream does
+    /// not fit.
     pub(crate) fn compress(
         &mut self,
         method: &'static str,
@@ -89,7 +90,7 @@ fn failed(method: &'static str, reason: String) -> MethodError {
     }
 }
 
-/// Returns the libraries that compress at the default level and decompress.
+/// Returns the names of the libraries that compress at the default level and that decompress.
 pub(crate) fn library(method: &'static str) -> String {
     let compress = match usable(method) {
         Ok(isal) => isal.name(),
@@ -112,7 +113,7 @@ fn usable(method: &'static str) -> Result<&'static Isal, MethodError> {
     Ok(isal)
 }
 
-/// Compresses three kinds of pages and decodes them by libdeflate. The codes are sampled from one kind.
+/// Tests a compressor: compresses three kinds of pages and decodes them by libdeflate. The codes are sampled from one kind.
 fn trial(mut stateless: Stateless) -> Result<(), String> {
     let mut noise = 0x9e37_79b9_u32;
     let mut page = |kind: usize| -> Vec<u8> {
@@ -180,7 +181,7 @@ mod tests {
             .collect();
         let mut decompressor = Decompressor::new("test").expect("libdeflate");
         for library in &mut libraries {
-            // The codes are the text's; the other pages use them too.
+            // The codes are made from the text only. The other pages use these codes too.
             library.begin("test", &text).expect("begin");
             for (page, fits) in [(&text, true), (&vec![0; PAGE_SIZE], true), (&noise, false)] {
                 let mut stream = [MaybeUninit::uninit(); PAGE_SIZE - 1];

@@ -19,7 +19,7 @@ pub enum Unit {
 /// A page compression method.
 #[derive(Debug)]
 pub struct MethodInfo {
-    /// Value of `multifd-compression` that selects it. QEMU has all but `lz4`.
+    /// Value of option `multifd-compression` that selects the method. QEMU has all methods except `lz4`.
     pub name: &'static str,
     /// Method bits in the flags of a multifd packet header (QEMU: `MULTIFD_FLAG_*`).
     pub flag: u32,
@@ -33,7 +33,7 @@ pub struct MethodInfo {
     pub stateful: bool,
     /// Device that serves the method, as in "Intel IAA"; `None` if no such device exists.
     pub hardware: Option<&'static str>,
-    /// Software whose streams of this name are compatible in both directions.
+    /// Other software that can send to Hotlift and receive from it by this method, as in "QEMU 4.0 and later".
     pub interoperates_with: &'static str,
     /// Creates a channel's encoder. A method without levels ignores the level.
     ///
@@ -63,7 +63,7 @@ impl MethodInfo {
     }
 }
 
-/// All methods, in the order of their wire bits.
+/// All methods, in the order of their flags.
 pub static METHODS: &[MethodInfo] = &[
     MethodInfo {
         name: "none",
@@ -165,8 +165,8 @@ pub static METHODS: &[MethodInfo] = &[
     },
 ];
 
-/// Automatic choice of the method per packet, between two Hotlifts. It is no method, but can be selected like one. The sender
-/// chooses, and has the encoders of all methods.
+/// Value `auto`: the sender chooses the method of each packet. Works only between two Hotlifts. It is selected like a method,
+/// but has no encoder or decoder of its own.
 pub static AUTO: MethodInfo = MethodInfo {
     name: "auto",
     // Outside the flags of a packet.
@@ -202,12 +202,12 @@ pub fn selections() -> impl Iterator<Item = &'static MethodInfo> {
     METHODS.iter().chain([&AUTO])
 }
 
-/// Returns the selectable value of that name.
+/// Returns the selectable value of that name; `None` if it is unknown.
 pub fn selection(name: &str) -> Option<&'static MethodInfo> {
     selections().find(|method| method.name == name)
 }
 
-/// Returns the method of that name.
+/// Returns the method of that name; `None` if it is unknown.
 pub fn method(name: &str) -> Option<&'static MethodInfo> {
     METHODS.iter().find(|method| method.name == name)
 }

@@ -1,8 +1,8 @@
-//! Destination of a payload: the pages of its packet, adjacent pages joined.
+//! Guest memory that a payload is decoded into; adjacent pages are joined.
 
 use hotlift_mem::GuestRun;
 
-/// The runs of one packet.
+/// Guest memory for the pages of one packet.
 #[derive(Clone, Copy)]
 pub(crate) struct Target<'a> {
     runs: &'a [GuestRun<'a>],
@@ -30,7 +30,7 @@ impl<'a> Target<'a> {
         self.bytes
     }
 
-    /// Returns a single extent of all runs, if they are adjacent in memory.
+    /// Returns all runs as one extent; `None` if they are not adjacent in memory.
     pub(crate) fn contiguous(&self) -> Option<Extent> {
         let mut extents = self.extents();
         let first = extents.next()?;
@@ -71,11 +71,11 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Copies `bytes` into the runs, at `offset`.
+    /// Copies `bytes` into the runs. `offset` counts bytes from the start of the first run.
     ///
     /// # Panics
     ///
-    /// If they reach beyond the end of the runs.
+    /// If `bytes` reaches beyond the end of the runs.
     pub(crate) fn write_at(&self, mut offset: usize, mut bytes: &[u8]) {
         for run in self.runs {
             let n = run.len().saturating_sub(offset).min(bytes.len());
@@ -89,7 +89,7 @@ impl<'a> Target<'a> {
         assert!(bytes.is_empty(), "bytes beyond the runs");
     }
 
-    /// Copies the last bytes of the runs to `end`.
+    /// Fills `end` with the last bytes of the runs.
     ///
     /// # Panics
     ///

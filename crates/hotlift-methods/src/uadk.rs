@@ -1,11 +1,12 @@
 //! `uadk`: zlib pages, as HiSilicon's accelerator writes and reads them through libwd.
 //!
-//! The payload is a table of lengths and the pages' streams wrapped as zlib's (RFC 1950).
+//! The payload is a table of lengths, and a zlib stream (RFC 1950) for each page.
 //!
-//! A QEMU without the device sends uncompressed pages only, and rejects compressed ones. It does not report the device. So for
-//! a QEMU, pages are compressed only if this host has the device: hosts of a cluster are alike, and operators choose `uadk` for
-//! the device. Without it pages are sent uncompressed, which every QEMU reads. If the device fails later, the CPU compresses,
-//! since the peer's device reads that too. A Hotlift always gets compressed pages, and reads them without a device.
+//! A QEMU without the device sends only uncompressed pages and rejects compressed ones. It does not report if it has the
+//! device. So the encoder compresses for a QEMU only if this host has the device: operators choose `uadk` for the device, and
+//! hosts of a cluster are alike. Without the device, pages are sent uncompressed, which every QEMU reads. If the device fails
+//! later, the CPU compresses: the QEMU's device reads these pages too. A Hotlift always gets compressed pages, and reads them
+//! without a device.
 
 use crate::device::{Direction, Hardware};
 use crate::pagewise::{self, Service, Wrapper};
@@ -13,14 +14,14 @@ use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, RunsOn, s
 
 const NAME: &str = "uadk";
 
-/// Device that serves the method.
+/// Name of the device for this method.
 pub(crate) const DEVICE: &str = "HiSilicon ZIP";
 
-/// Tests a device of each direction before use: one compresses a page, the other decompresses the result.
+/// Tests an accelerator before use: one device compresses a page, another decompresses the result.
 ///
 /// # Errors
 ///
-/// If a device cannot be opened, fails, or returns a wrong result.
+/// The reason, if a device cannot be opened, fails, or returns a wrong result.
 pub fn trial(hardware: &Hardware) -> Result<(), String> {
     pagewise::trial(Wrapper::Zlib, hardware)
 }

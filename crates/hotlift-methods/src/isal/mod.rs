@@ -1,8 +1,8 @@
-//! ISA-L's igzip, found at run time.
+//! igzip, the deflate compressor of Intel's ISA-L, opened at run time.
 //!
-//! Distributions ship it as `libisal2`; a build of our own would need autotools and an assembler. So the first encoder opens
-//! the library, and each method tests it on a sample before use. A failed test disables it. Only our own pages pass through it:
-//! a peer's data never reaches a library that was found at run time.
+//! The library is not linked: a build of our own would need autotools and an assembler. Distributions ship it as `libisal2`.
+//! The first encoder opens it, and each method tests it on a sample before use. A failed test disables it for the process. The
+//! library only compresses: a peer's data never reaches a library that was found at run time.
 
 mod stateless;
 mod sys;
@@ -21,7 +21,7 @@ use crate::MethodError;
 pub(crate) const LIBRARY: &str = "ISA-L";
 
 impl Isal {
-    /// Returns [`Isal::get`] for the method called `method`.
+    /// Returns the library. `method` is the method's name for the error.
     ///
     /// # Errors
     ///
@@ -48,8 +48,8 @@ pub(crate) fn unavailable(method: &'static str, reason: &str) -> MethodError {
     }
 }
 
-/// Returns the version after a space, from the name of the file that holds `symbol`. The library has no call for its version,
-/// and the file `libisal.so.2.0.30` is that of release 2.30. Empty if the file has no such name.
+/// Returns a space and the library's version, as in " 2.30"; an empty string if it is unknown. The library has no call for its
+/// version. So the version comes from the name of the file that contains `symbol`: `libisal.so.2.0.30` is release 2.30.
 fn version_of(symbol: *const c_void) -> String {
     let mut info = MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: `symbol` is the address of a function of a loaded library, `info` is ours to write.
@@ -81,11 +81,11 @@ pub(crate) fn zeroed_stream() -> Box<Stream> {
     unsafe { zeroed() }
 }
 
-/// Returns a box of zeroes. (With `Box::new` the 150 KB of a stream would pass over the stack.)
+/// Returns a zeroed box. (With `Box::new` the 150 KB of a stream would be copied over the stack.)
 ///
 /// # Safety
 ///
-/// All-zero bytes must be a valid `T`, which must have a size.
+/// All-zero bytes must be a valid `T`, and `T` must not be zero-sized.
 unsafe fn zeroed<T>() -> Box<T> {
     let layout = Layout::new::<T>();
     // SAFETY: the layout has a size; the box is made of memory of its own layout, and zeroes are a

@@ -1,4 +1,4 @@
-//! One final raw deflate stream per call, without history.
+//! Compresses each input to one complete raw deflate stream, without history from earlier inputs.
 
 use std::mem::MaybeUninit;
 
@@ -8,9 +8,10 @@ use super::sys::{
 };
 use super::{Isal, zeroed, zeroed_stream};
 
-/// Minimum frequency of each symbol: one in 1024 literals and lengths, one in 128 distances. So codes are hardly longer than 10
-/// and 7 bits, and a decoder needs no second tables (libdeflate's first ones have 11 and 8 bits). A page's tables are a quarter
-/// of its decode time: qpl takes 0.88 of the time, for 0.8 % of the ratio (nine Silesia files, Xeon of 2.5 GHz).
+/// Minimum frequency of each Huffman symbol: one in 1024 literals and lengths, one in 128 distances. This limits codes to about
+/// 10 and 7 bits. A decoder then needs no second-level tables (libdeflate's first-level tables have 11 and 8 bits). Tables take
+/// a quarter of a page's decode time. With these limits, `qpl` decodes in 0.88 of the time and loses 0.8 % of the ratio (nine
+/// Silesia files, Xeon of 2.5 GHz).
 const RAREST_LITERAL: u64 = 1024;
 const RAREST_DISTANCE: u64 = 128;
 
@@ -23,13 +24,13 @@ pub(crate) struct Stateless {
 
 /// Origin of the Huffman codes.
 enum Codes {
-    /// From samples of the input, by igzip's level 0, whose codes are fixed before it compresses. The library's default codes
-    /// fit no particular data. Codes from a packet's sample cost almost nothing and shrink the output by a fifth.
+    /// Made before compression from samples of the input, for igzip's level 0. These codes cost almost no time. Compared with
+    /// the library's default codes, they shrink the output by a fifth.
     Sampled {
         codes: Box<Hufftables>,
         histogram: Box<Histogram>,
     },
-    /// From the input, by igzip's level 2, which buffers the tokens of a block.
+    /// Made from each input by igzip's level 2, which buffers the literals and matches ("tokens") of a block.
     Own { tokens: Box<[u8]> },
 }
 
@@ -60,8 +61,8 @@ impl Stateless {
         }
     }
 
-    /// Makes the codes of the next calls from samples of their input. Every symbol gets a code, so any input can be compressed.
-    /// A compressor with its own codes needs no samples.
+    /// Makes the Huffman codes for the next calls of [`compress`](Self::compress) from samples of their input. Every symbol
+    /// gets a code, so any input can be compressed. A compressor of level 2 ignores the samples.
     pub(crate) fn learn<'a>(
         &mut self,
         samples: impl Iterator<Item = &'a [u8]>,
@@ -87,7 +88,8 @@ impl Stateless {
         Ok(())
     }
 
-    /// Compresses `input` to one final stream at the start of `room`; returns its length, or `None` if it does not fit.
+    /// Compresses `input` to one complete stream at the start of `room`. Returns the stream's length; `None` if the stream does
+    /// not fit.
     pub(crate) fn compress(
         &mut self,
         input: &[u8],

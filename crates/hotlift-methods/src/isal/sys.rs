@@ -1,7 +1,6 @@
-//! The used part of ISA-L's compression interface, after `igzip_lib.h` (BSD-3-Clause) of 2.30.
+//! The part of ISA-L's compression interface that Hotlift uses, after `igzip_lib.h` (BSD-3-Clause) of 2.30.
 //!
-//! The header fixes these layouts for all of `libisal.so.2`; the tests compare them with the header
-//! itself where it is installed.
+//! The layouts are the same in all versions of `libisal.so.2`. The tests compare them with the header if it is installed.
 
 use std::ffi::c_int;
 
@@ -20,8 +19,8 @@ pub(crate) const NO_FLUSH: u16 = 0;
 pub(crate) const HUFFTABLE_CUSTOM: c_int = 0;
 /// `FULL_FLUSH`.
 pub(crate) const FULL_FLUSH: u16 = 2;
-/// `ISAL_DEF_LVL2_EXTRA_LARGE`: room for 128 Ki tokens, so that most packets are one block. `SMALL`
-/// costs 5 % more time in both directions for 0.6 % of ratio.
+/// `ISAL_DEF_LVL2_EXTRA_LARGE`: a buffer for 128 Ki literals and matches ("tokens"), so most packets are one block. The `SMALL`
+/// buffer costs 5 % more time in both directions for 0.6 % of ratio.
 pub(crate) const LEVEL_2_BUFFER: usize = 593_920;
 
 /// `sizeof(struct isal_zstream)`.
@@ -34,10 +33,10 @@ const HUFFTABLES_SIZE: usize = 2_232;
 const HISTOGRAM_SIZE: usize = 18_912;
 /// Offset of `dist_histogram`, after a `u64` for each literal and length.
 const DISTANCES: usize = 2_288;
-/// Offset of the next field, `hash_table`.
+/// Offset of `hash_table`, the field after `dist_histogram`.
 const DISTANCES_END: usize = 2_528;
-/// Room after each structure, in case a later library of the same soname needs more. It costs address space, and memory only if
-/// touched.
+/// Bytes after each structure, for a later library with the same soname and larger structures. Untouched bytes use only address
+/// space.
 const SLACK: usize = 64 * 1024;
 
 /// `struct isal_zstream`.
@@ -76,7 +75,8 @@ impl Histogram {
         self.0[..HISTOGRAM_SIZE].fill(0);
     }
 
-    /// Raises low counts to a share of the sum: one in `literal` for literals and lengths, one in `distance` for distances.
+    /// Raises low counts to a minimum: `1 / literal` of the sum of all literals and lengths, `1 / distance` of the sum of all
+    /// distances.
     pub(crate) fn raise(&mut self, literal: u64, distance: u64) {
         let (literals, rest) = self.0.split_at_mut(DISTANCES);
         for (counts, rarest) in [
@@ -94,7 +94,7 @@ impl Histogram {
 }
 
 functions! {
-    /// The opened library, which has no constructors beyond those of the C runtime.
+    /// The opened library. Its only constructors are those of the C runtime, so opening it is sound.
     pub(crate) struct Isal(SONAME, None) {
         /// `void isal_deflate_init(struct isal_zstream *)`.
         isal_deflate_init: fn(*mut Stream),
@@ -120,7 +120,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns a C compiler's values of the header: one number a line, in the order of the program below.
+    /// Returns the header's values as a C compiler computes them, in the order of the program below.
     fn header_says() -> Result<Vec<usize>, String> {
         let dir = tempfile::tempdir().map_err(|error| error.to_string())?;
         let source = dir.path().join("layout.c");

@@ -2,8 +2,8 @@
 //!
 //! # Choice of the library
 //!
-//! The fastest library whose ratio is at most 3 % below that of zlib at the same level. Ratio and time relative to zlib, on
-//! nine Silesia files (Cascade Lake, 2.5 GHz):
+//! Each level uses the fastest library whose compression ratio is at most 3 % below zlib's at the same level. Ratio and time
+//! relative to zlib, on nine Silesia files (Cascade Lake, 2.5 GHz):
 //!
 //! | level | library | ratio | time |
 //! |---|---|---|---|
@@ -12,9 +12,9 @@
 //! | 6, 7, 8 | libdeflate 2 | 0.986, 0.982, 0.981 | 0.53, 0.50, 0.45 |
 //! | 9 | libdeflate 5 | 0.999 | 0.50 |
 //!
-//! Without ISA-L, libdeflate 1 serves the levels below 4 too: 1.02 times the ratio and 0.48 of the time of zlib 1. ISA-L's
-//! level 0 with codes for 32 pages takes 0.25 of the time, but loses 2 % of ratio if the pages are similar. It loses much more
-//! if the samples differ from the rest.
+//! Without ISA-L, levels 1 to 3 use libdeflate 1: 1.02 times the ratio and 0.48 of the time of zlib 1. A faster alternative is
+//! ISA-L's level 0 with Huffman codes for 32 pages. It takes 0.25 of the time, but loses 2 % of ratio if the pages are similar.
+//! If the pages differ from the samples, it loses much more.
 
 use std::mem::MaybeUninit;
 
@@ -28,17 +28,17 @@ use crate::{MethodError, check, zlib};
 /// Name of the capability, in messages and reports.
 pub const NAME: &str = "compress";
 
-/// Levels as `compress-level` has them; 0 does not compress.
+/// Levels of QEMU's `compress-level`; level 0 does not compress.
 pub const LEVELS: std::ops::RangeInclusive<u8> = 0..=9;
 
-/// Maximum bytes of a stream: with the length before it, a record is shorter than the page.
+/// Maximum bytes of a stream. With the 4-byte length before the stream, a record is shorter than a page.
 const LONGEST: usize = PAGE_SIZE - 5;
 
 /// Bytes of a stream before and after the deflate blocks.
 const HEADER: usize = 2;
 const TRAILER: usize = 4;
 
-/// Returns the libraries that compress at that level and decompress.
+/// Returns the names of the libraries that compress at that level and that decompress.
 #[must_use]
 pub fn library(level: u8) -> String {
     match level {
@@ -76,11 +76,12 @@ impl Deflater {
         })
     }
 
-    /// Encodes `page` and appends its stream to `out`. If it does not shrink, appends nothing and returns false.
+    /// Compresses `page`, appends the stream to `out` and returns true. Returns false, with `out` unchanged, if the page does
+    /// not shrink or the level is 0.
     ///
     /// # Errors
     ///
-    /// [`MethodError::Library`].
+    /// [`MethodError::Library`] if the library fails.
     pub fn deflate(
         &mut self,
         page: &[u8; PAGE_SIZE],
@@ -124,13 +125,15 @@ impl Inflater {
         Decompressor::new(NAME).map(Self)
     }
 
-    /// Decodes a record's bytes into `page`, a page of a buffer or of guest memory. After an error its content is undefined.
+    /// Decodes the stream of a record into `page`, in a buffer or in guest memory. After an error the page's content is
+    /// undefined.
     ///
     /// # Errors
     ///
-    /// [`MethodError::Damaged`] (the Adler-32 is checked), [`MethodError::Leftover`]; [`MethodError::Short`] or
-    /// [`MethodError::Long`] if the output is not exactly a page. QEMU accepts a short stream and leaves the rest of the page
-    /// unchanged.
+    /// - [`MethodError::Damaged`] if the stream is invalid or its Adler-32 is wrong.
+    /// - [`MethodError::Leftover`] if bytes follow the stream.
+    /// - [`MethodError::Short`] or [`MethodError::Long`] if the output is not exactly a page. QEMU accepts a short output and
+    ///   leaves the rest of the page unchanged.
     pub fn inflate(&mut self, stream: &[u8], page: GuestRun<'_>) -> Result<(), MethodError> {
         let extent = Extent {
             ptr: page.as_ptr(),

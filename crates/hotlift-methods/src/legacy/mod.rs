@@ -1,7 +1,7 @@
 //! Pages as records of the main channel, in the two compressed forms that QEMU had before multifd.
 //!
-//! Neither is a method of [`METHODS`](crate::METHODS). A record holds one page and needs no state of earlier records, except
-//! for XBZRLE: the destination's copy of the page.
+//! Neither form is a method of [`METHODS`](crate::METHODS), which compress multifd packets. A record contains one page. A
+//! `compress` record is complete. An XBZRLE record also needs the destination's copy of the page.
 
 pub mod compress;
 pub mod xbzrle;

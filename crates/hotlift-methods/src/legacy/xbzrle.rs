@@ -1,12 +1,12 @@
 //! XBZRLE, capability `xbzrle`: a page as its difference from the destination's copy.
 //!
 //! ```text
-//! delta  = pairs of (keep, replace, `replace` new bytes); what follows the last pair is kept
+//! delta  = repeated (keep, replace, `replace` new bytes); bytes after the last one are kept
 //! length = one byte below 0x80, or 0x80 | low 7 bits and a byte with the next 7 bits
 //! ```
 //!
-//! Only the first `keep` may be 0, and no `replace`. The new bytes are literal: despite the name
-//! nothing is XORed on the wire.
+//! Only the first `keep` may be 0. No `replace` may be 0. The new bytes are sent as they are: despite the format's name they
+//! are not XORed.
 
 use hotlift_mem::PAGE_SIZE;
 
@@ -14,7 +14,7 @@ use crate::MethodError;
 
 const NAME: &str = "xbzrle";
 
-/// Applies `delta` to `page`, which holds the old content. After an error its content is undefined.
+/// Applies `delta` to `page`, which contains the old content. After an error the page's content is undefined.
 ///
 /// # Errors
 ///
@@ -44,7 +44,7 @@ pub fn apply(delta: &[u8], page: &mut [u8; PAGE_SIZE]) -> Result<(), MethodError
     Ok(())
 }
 
-/// Takes a length of at most 14 bits.
+/// Reads a length of at most 14 bits from the start of `rest`, and removes it from `rest`.
 fn take_length(rest: &mut &[u8]) -> Result<usize, MethodError> {
     let (length, behind) = match **rest {
         [low @ ..0x80, ref behind @ ..] => (usize::from(low), behind),
@@ -76,8 +76,8 @@ pub enum Delta {
     Overflow,
 }
 
-/// Appends the delta from `old` to `new` to `out`, if it stays below `limit` bytes (at most the page size, the maximum of a
-/// record). Otherwise `out` is unchanged.
+/// Appends the delta from `old` to `new` to `out`, if the delta is shorter than `limit` bytes and shorter than a page.
+/// Otherwise `out` is unchanged.
 pub fn encode(
     old: &[u8; PAGE_SIZE],
     new: &[u8; PAGE_SIZE],

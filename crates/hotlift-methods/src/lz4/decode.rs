@@ -52,7 +52,7 @@ impl Decoder {
     }
 }
 
-/// Decodes a block, which is all of `payload` after its head, into all of `extent`: guest runs or a decoder's scratch.
+/// Decodes `block` into all of `extent`: guest memory or the decoder's scratch. `payload` is the block with its 4-byte head.
 fn block_into(payload: &[u8], block: &[u8], extent: Extent) -> Result<(), MethodError> {
     let damaged = MethodError::Damaged {
         method: NAME,
@@ -64,7 +64,7 @@ fn block_into(payload: &[u8], block: &[u8], extent: Extent) -> Result<(), Method
     // SAFETY: the source is a slice; the extent may be written for its whole length. The call stays within both for any block.
     let written =
         unsafe { LZ4_decompress_safe(block.as_ptr().cast(), extent.ptr.cast(), len, room) };
-    // Negative also for too much output, or for input after the end.
+    // Also negative if the block has too much output, or if input follows its end.
     let written = usize::try_from(written).map_err(|_| damaged)?;
     if written < extent.len {
         return Err(MethodError::short(NAME, payload, extent.len, written));

@@ -4,8 +4,8 @@
 //! bytes of the pages (be32) | one LZ4 block
 //! ```
 //!
-//! A block does not contain its size, hence the number before it: it reveals a packet of another size before any page is
-//! written. There are no raw pages: noise grows by 1/255.
+//! A block does not contain its decoded size, so the size comes before it. A wrong size is detected before any page is written.
+//! Pages are never sent uncompressed: noise grows by 1/255.
 //!
 //! The C library is linked through lz4-sys. lz4_flex, in safe Rust, takes 1.25 times its time to decode and at least as much to
 //! encode.

@@ -1,4 +1,4 @@
-//! Decodes tables and streams to pages.
+//! Decodes payloads: a table of lengths, and a stream per page.
 
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 
@@ -26,7 +26,7 @@ struct Cpu {
 }
 
 impl Decoder {
-    /// Returns a decoder that decompresses pages on the device, and on the CPU the pages that the device does not process.
+    /// Returns a decoder that uses the device. The CPU decompresses the pages that the device does not process.
     pub(crate) fn new(
         method: &'static str,
         wrapper: Wrapper,
@@ -69,7 +69,7 @@ impl Decoder {
         };
         let (method, wrapper) = (self.method, self.cpu.wrapper);
         let inputs = streams.map(|page| {
-            // Some devices ignore the header.
+            // The device gets only pages with a valid header: some devices ignore the header.
             let deflated = || matches!(wrapper.skip_header(method, page), Ok(Some(_)));
             (page.len() < PAGE_SIZE && deflated()).then_some(page)
         });
@@ -114,7 +114,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Rejects a table with invalid lengths or a wrong sum, before a page is written.
+    /// Rejects a table with invalid lengths or a wrong sum of lengths. Called before any page is written.
     fn check_table(
         &self,
         table: &[[u8; ENTRY]],
@@ -153,11 +153,11 @@ impl Decoder {
 }
 
 impl Cpu {
-    /// Decodes one page.
+    /// Decodes one page into `place`.
     ///
     /// # Safety
     ///
-    /// The caller may write the place, which has a page's size.
+    /// `place` must be writable, and have the size of a page.
     unsafe fn page(&mut self, page: &[u8], place: Extent) -> Result<(), MethodError> {
         if page.len() == PAGE_SIZE {
             // SAFETY: guaranteed by the caller.
@@ -182,8 +182,7 @@ impl Cpu {
                     left: stream.len() - read,
                 })
             }
-            // An Adler-32 is neither required nor checked: it is unknown if the accelerator writes a correct one, and its
-            // driver reads none.
+            // An Adler-32 may be missing or wrong: the accelerator may not write a correct one, and its driver reads none.
             Outcome::Done { .. } => Ok(()),
             Outcome::TooLong => Err(MethodError::long(self.method, page, PAGE_SIZE)),
             Outcome::Invalid => Err(damaged(self.method, "a page is no complete deflate stream")),
@@ -191,11 +190,11 @@ impl Cpu {
     }
 }
 
-/// Writes a page.
+/// Copies `page` to `place`.
 ///
 /// # Safety
 ///
-/// The caller may write the place, which has a page's size, as does `page`. Memory outside the guest cannot overlap it.
+/// `place` must be writable, and have the size of a page.
 unsafe fn fill(place: Extent, page: &[u8]) {
     let len = place.len.min(page.len());
     // SAFETY: guaranteed by the caller.
@@ -245,7 +244,7 @@ impl Decode for Decoder {
     }
 }
 
-/// Returns an entry's value. A value that does not fit is invalid anyway.
+/// Returns the length in a table entry. A length that does not fit becomes the maximum, which is invalid too.
 fn length(entry: [u8; ENTRY]) -> usize {
     usize::try_from(u32::from_be_bytes(entry)).unwrap_or(usize::MAX)
 }

@@ -1,4 +1,4 @@
-//! Use of the accelerator by a channel, until it fails permanently.
+//! A channel's use of an accelerator. After a permanent failure the CPU does all the work.
 
 use std::iter::Peekable;
 
@@ -10,12 +10,14 @@ use crate::libdeflate::{self, Decompressor};
 use crate::target::Extent;
 use crate::{Accelerator, Jobs, MethodError, RunsOn};
 
-/// Retries of a page if the device's queue is full (QEMU: 3). Then the CPU processes the page, while the queue drains.
+/// Maximum retries of a page while the device's queue is full (QEMU: 3). Then the CPU processes the page, and the queue can
+/// drain.
 const RETRIES: u32 = 3;
-/// Consecutive failures before the device is abandoned: more than chance explains. The CPU repeats each failed page.
+/// Consecutive failures after which the channel stops using the device: too many for a chance error. The CPU repeats each
+/// failed page.
 const FAILURES: u32 = 8;
-/// Consecutive pages that found the queue full before the device is abandoned: 64 packets, which take the CPU a tenth of a
-/// second. Other users of a shared queue free it sooner. A dead device reports only a full queue.
+/// Consecutive pages rejected by a full queue after which the channel stops using the device. They are 64 packets, which the
+/// CPU processes in a tenth of a second. A shared queue has free entries sooner. A dead device only reports a full queue.
 const REFUSED: u32 = 64 * 128;
 
 /// A channel's device, or the reason why it is missing, with its job counts.
@@ -37,16 +39,17 @@ pub(crate) struct Service {
 /// Result of the device for a page.
 #[derive(Debug)]
 pub(crate) enum Done<'a> {
-    /// The device's output: a whole page, or a stream shorter than one.
+    /// Output of the device: a whole page, or a compressed stream shorter than a page.
     Output(&'a [u8]),
-    /// The page does not shrink.
+    /// The compressed page is not smaller than the page.
     DoesNotFit,
-    /// None: the CPU must process it.
+    /// The device has no result: the CPU must process the page.
     ByCpu,
 }
 
 impl Service {
-    /// Opens the device of that kind that serves `method`. Without a device the service runs on the CPU.
+    /// Opens the accelerator of `method` for one channel. Without an accelerator the CPU does all jobs. `kind` is the device's
+    /// name for messages.
     ///
     /// # Errors
     ///
@@ -77,7 +80,7 @@ impl Service {
         }
     }
 
-    /// Starts a packet whose pages are made from `inputs`; `None` stands for a page that the device must not process.
+    /// Starts a packet. `inputs` has one element for each page. The device does not process a page whose element is `None`.
     pub(crate) fn packet<'i, I>(&mut self, inputs: I) -> Packet<'_, 'i, I>
     where
         I: Iterator<Item = Option<&'i [u8]>>,
@@ -101,7 +104,7 @@ impl Service {
         self.runs_on.clone()
     }
 
-    /// Submits the job of a slot; returns false if the queue is full.
+    /// Submits `input` as the job of a slot. Returns false only if the queue is full: a failed submission also returns true.
     ///
     /// # Safety
     ///
@@ -126,7 +129,7 @@ impl Service {
         true
     }
 
-    /// Waits for the job of a slot; returns the size of its output, `None` if there is none.
+    /// Waits for the job of a slot. Returns its result; `None` if no job is in flight or the job failed.
     fn collect(&mut self, slot: usize) -> Option<Collected> {
         let device = self.device.as_mut()?;
         if !std::mem::take(self.in_flight.get_mut(slot)?) {
@@ -161,7 +164,7 @@ impl Service {
         }
     }
 
-    /// Counts a page that found the queue full.
+    /// Counts a page that a full queue rejected.
     fn was_full(&mut self) {
         self.refused += 1;
         if self.refused >= REFUSED {
@@ -178,7 +181,7 @@ impl Service {
         self.leave("a job did not end");
     }
 
-    /// Collects unneeded jobs, and releases a device that failed.
+    /// Collects all jobs still in flight, and closes a device that failed.
     fn settle(&mut self) {
         for slot in 0..self.in_flight.len() {
             self.collect(slot);
@@ -196,26 +199,26 @@ impl Service {
     }
 }
 
-/// The pages of a packet in the device. It submits all pages that the device accepts before it waits for the first, and another
-/// page after each that returns.
+/// One packet's pages on the device. Pages are submitted until the device accepts no more; then the packet waits for the first
+/// page. Each returned page makes room for the submission of another.
 ///
-/// The drop ends the device's use of the inputs, so a packet must not be leaked.
+/// Dropping the packet ends the device's use of the inputs, so a packet must not be leaked.
 pub(crate) struct Packet<'s, 'i, I: Iterator<Item = Option<&'i [u8]>>> {
     service: &'s mut Service,
     /// Pages not yet submitted.
     inputs: Peekable<I>,
-    /// 0 without a device.
+    /// Maximum jobs in flight; 0 without a device.
     slots: usize,
     /// Pages submitted to the device or skipped.
     offered: usize,
-    /// True if the next page was refused before.
+    /// True if a full queue has already rejected the next page.
     refused: bool,
-    /// Pages returned.
+    /// Pages returned to the caller.
     page: usize,
 }
 
 impl<'i, I: Iterator<Item = Option<&'i [u8]>>> Packet<'_, 'i, I> {
-    /// Returns the next page. A page left to the CPU counts as done by it.
+    /// Returns the device's result for the next page. A page without a result is counted as a job of the CPU.
     pub(crate) fn next(&mut self) -> Done<'_> {
         let page = self.page;
         self.page += 1;
@@ -252,12 +255,13 @@ impl<'i, I: Iterator<Item = Option<&'i [u8]>>> Packet<'_, 'i, I> {
         }
     }
 
-    /// Counts the last page as one sent uncompressed.
+    /// Counts one page as sent uncompressed.
     pub(crate) fn is_raw(&mut self) {
         self.service.jobs.raw_pages += 1;
     }
 
-    /// Offers the next page; false if the queue is full or there is none.
+    /// Submits the next page, or skips a page that the device must not process. Returns false if the queue is full or no page
+    /// is left.
     fn offer(&mut self) -> bool {
         let slot = self.offered % self.slots;
         match self.inputs.peek() {
@@ -267,8 +271,7 @@ impl<'i, I: Iterator<Item = Option<&'i [u8]>>> Packet<'_, 'i, I> {
                 if std::mem::replace(&mut self.refused, true) {
                     self.service.jobs.retries += 1;
                 }
-                // SAFETY: the input lives for 'i, which is longer than this value, and dropping that
-                // collects the job.
+                // SAFETY: the input lives for 'i, which is longer than this value. Dropping this value collects the job.
                 if !unsafe { self.service.offer(slot, input) } {
                     return false;
                 }
@@ -291,11 +294,11 @@ impl<'i, I: Iterator<Item = Option<&'i [u8]>>> Drop for Packet<'_, 'i, I> {
     }
 }
 
-/// Tests a device of each direction before use: one compresses a page, the other decompresses the result.
+/// Tests an accelerator before use: one device compresses a page, another decompresses the result.
 ///
 /// # Errors
 ///
-/// If a device cannot be opened, fails, or returns a wrong result.
+/// The reason, if a device cannot be opened, fails, or returns a wrong result.
 pub(crate) fn trial(wrapper: Wrapper, hardware: &Hardware) -> Result<(), String> {
     let page: Vec<u8> = (0..PAGE_SIZE)
         .map(|i| b"hotlift "[i * i % 11 % 8])

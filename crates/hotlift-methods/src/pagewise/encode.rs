@@ -1,4 +1,4 @@
-//! Encodes packets to tables and streams.
+//! Encodes packets: a table of lengths, and a stream per page.
 
 use hotlift_mem::PAGE_SIZE;
 
@@ -18,14 +18,14 @@ pub(crate) struct Encoder {
 struct Cpu {
     method: &'static str,
     wrapper: Wrapper,
-    /// `None` leaves pages uncompressed.
+    /// Compression library; `None` leaves pages uncompressed.
     software: Option<Software>,
-    /// True after the packet was sampled.
+    /// True after the packet's pages were sampled for Huffman codes.
     begun: bool,
 }
 
 impl Encoder {
-    /// Returns an encoder that compresses pages on the device, and on the CPU the pages that the device does not process.
+    /// Returns an encoder that uses the device. The CPU compresses the pages that the device does not process.
     pub(crate) fn new(
         method: &'static str,
         wrapper: Wrapper,
@@ -43,8 +43,7 @@ impl Encoder {
         })
     }
 
-    /// Returns an encoder that compresses pages on the device, and sends the pages uncompressed that the device does not
-    /// process.
+    /// Returns an encoder that uses the device. Pages that the device does not process are sent uncompressed.
     pub(crate) fn without_software(
         method: &'static str,
         wrapper: Wrapper,
@@ -88,7 +87,8 @@ impl Encoder {
 }
 
 impl Cpu {
-    /// Appends `page`, one of `pages`, as a stream if that is shorter than the page.
+    /// Compresses `page`, one of `pages`, appends the stream to `out` and returns true. Returns false, with `out` unchanged, if
+    /// the stream is not shorter than the page.
     fn stream(
         &mut self,
         pages: &[u8],

@@ -7,8 +7,8 @@
 //! A length of the page size means an uncompressed page; a smaller one means one complete deflate stream. Pages are
 //! independent, so packets have no state. Distances inside a page are below the 4 KiB window of the accelerators.
 //!
-//! A device processes the pages if there is one ([`device`]), and the CPU the remaining ones. Only the CPU can declare a peer's
-//! page damaged.
+//! A device, if present, processes the pages ([`device`]). The CPU processes the pages that the device refuses or fails. Only
+//! the CPU decides if a peer's page is damaged.
 
 mod decode;
 mod device;
@@ -27,9 +27,9 @@ const ENTRY: usize = 4;
 /// Format around a page's deflate stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wrapper {
-    /// Nothing (RFC 1951).
+    /// No header or trailer: raw deflate (RFC 1951).
     Raw,
-    /// Two bytes before, an Adler-32 after (RFC 1950).
+    /// zlib: a header of two bytes, and an Adler-32 as trailer (RFC 1950).
     Zlib,
 }
 
@@ -39,7 +39,7 @@ const ZLIB_HEADER: [u8; 2] = [0x78, 0x9c];
 const ADLER: usize = 4;
 
 impl Wrapper {
-    /// Returns the bytes before the stream.
+    /// Returns the header before the deflate stream.
     fn header(self) -> &'static [u8] {
         match self {
             Self::Raw => &[],
@@ -47,11 +47,11 @@ impl Wrapper {
         }
     }
 
-    /// Returns the input after the header of a page's stream; `None` if it is too short.
+    /// Returns the deflate stream after the header; `None` if `page` is shorter than the header.
     ///
     /// # Errors
     ///
-    /// [`MethodError::Header`] of `method`, if it has another header.
+    /// [`MethodError::Header`] if the header is invalid. `method` is the method's name for the error.
     fn skip_header<'a>(
         self,
         method: &'static str,
@@ -63,7 +63,7 @@ impl Wrapper {
         }
     }
 
-    /// Returns the number of bytes after the stream.
+    /// Returns the number of bytes of the trailer, after the deflate stream.
     fn trailer_len(self) -> usize {
         match self {
             Self::Raw => 0,
@@ -71,7 +71,7 @@ impl Wrapper {
         }
     }
 
-    /// Appends the trailer of the stream of `page`.
+    /// Appends the trailer to a stream. `page` is the uncompressed page.
     fn put_trailer(self, page: &[u8], out: &mut Vec<u8>) {
         if self == Self::Zlib {
             out.extend_from_slice(&adler32(page).to_be_bytes());

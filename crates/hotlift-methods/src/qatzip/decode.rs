@@ -1,11 +1,11 @@
 //! Decodes gzip members to pages.
 //!
-//! Each member is decoded to own memory, and copied to the pages after its checksum and sizes are verified: guest memory gets
-//! no byte of a damaged member. The copy takes less than a tenth of the decode time, because a member of 64 KiB stays in the
-//! cache.
+//! Each member is decoded to a buffer. It is copied to guest memory only after its checksum and sizes are verified, so guest
+//! memory gets no byte of a damaged member. The copy takes less than a tenth of the decode time, because a member of 64 KiB
+//! stays in the cache.
 //!
-//! The hardware gets only whole packets whose headers and trailers are valid, so the vendor's code parses no malformed
-//! structure. Its results are verified. If it fails, the packet is decoded here from the beginning, and only this decoder
+//! The hardware gets a packet only if all its headers and trailers are valid: the vendor's code must not parse malformed data.
+//! The hardware's results are verified. If it fails, the CPU decodes the packet again from the start. Only the CPU's decoder
 //! reports a damaged stream.
 
 use hotlift_mem::GuestRun;
@@ -22,7 +22,8 @@ pub(super) struct Decoder {
     device: Device,
     jobs: Jobs,
     decompressor: Decompressor,
-    /// Buffer for one member. Grows to the largest packet, since the size of plain gzip is unknown before it is decoded.
+    /// Buffer for one member. Grows to the largest packet: without QAT's extra field, a member's size is unknown before it is
+    /// decoded.
     scratch: Vec<u8>,
     failed: bool,
 }
@@ -38,7 +39,7 @@ impl Decoder {
         })
     }
 
-    /// Decodes a packet on the device if it can; returns true on success.
+    /// Decodes a packet on the device. Returns false if there is no device, or if it cannot decode the packet.
     fn by_device(&mut self, payload: &[u8], target: Target<'_>) -> bool {
         let expected = target.bytes();
         let Some(largest) = self.device.largest_member() else {
@@ -107,7 +108,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// Decodes the member at the start of `input`, of at most `room` bytes, to the scratch; returns the bytes read and written.
+    /// Decodes the member at the start of `input` into the scratch; the output may have at most `room` bytes. Returns the
+    /// number of bytes read and written.
     fn member(&mut self, input: &[u8], room: usize) -> Result<(usize, usize), Bad> {
         let header = Header::read(input)?;
         let body = &input[header.len..];
@@ -120,7 +122,7 @@ impl Decoder {
             ptr: self.scratch.as_mut_ptr(),
             len: room,
         };
-        // SAFETY: the scratch holds a packet's bytes, of which `room` are a part.
+        // SAFETY: the scratch has the size of a packet, and `room` is at most that.
         let outcome = unsafe { self.decompressor.decompress(Wrapper::Raw, deflate, extent) };
         let (read, written) = match outcome {
             Outcome::Done { read, written } => (read, written),
@@ -138,7 +140,7 @@ impl Decoder {
         if u32::from_le_bytes([a, b, c, d]) != crc32(&self.scratch[..written]) {
             return Err(Bad::Damaged("a member's checksum is wrong"));
         }
-        // The size is modulo 2^32; a packet's members are far below.
+        // The size field is modulo 2^32. The members of a packet are far smaller.
         if usize::try_from(u32::from_le_bytes([e, f, g, h])) != Ok(written) {
             return Err(Bad::Damaged("a member's size is wrong"));
         }

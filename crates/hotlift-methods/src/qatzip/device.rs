@@ -1,4 +1,4 @@
-//! Use of the hardware by a channel, until it fails permanently.
+//! A channel's use of Intel QAT. After a permanent failure the CPU does all the work.
 
 use std::time::Duration;
 
@@ -6,22 +6,23 @@ use super::{DEVICE, NAME, members};
 use crate::device::{Direction, Hardware, MemberDevice, MemberFailure};
 use crate::{Accelerator, MethodError, RunsOn};
 
-/// Consecutive failures before the device is abandoned. Each costs a session's set-up, and the CPU repeats the packet. Three
-/// failures in three sessions are no accident.
+/// Consecutive failures after which the channel stops using the device. Each failure costs the set-up of a new session, and the
+/// CPU repeats the packet. Three failures in three sessions are no accident.
 const FAILURES: u32 = 3;
-/// Attempts to submit a packet while all instances are in use, and the pause between. Four devices took 3.3 GB/s and more by
-/// QEMU's figures, so a packet of 512 KiB uses an instance for some 100 microseconds; the CPU would take two thousand.
+/// Maximum retries of a packet while all instances of the device are in use, and the pause before each. A packet of 512 KiB
+/// uses an instance for about 100 us: QEMU measured 3.3 GB/s and more with four devices. The CPU would need about 2000 us.
 const RETRIES: u32 = 8;
 const PAUSE: Duration = Duration::from_micros(100);
-/// Consecutive packets without an instance before the device is abandoned: a dead device is indistinguishable from a busy one.
+/// Consecutive packets without a free instance after which the channel stops using the device: a dead device looks like a busy
+/// one.
 const REFUSED: u32 = 64;
 
-/// Tests a device of each direction before use: one compresses two members, the other decompresses them. libqatzip's second
-/// `qzInit` reports success even without hardware.
+/// Tests an accelerator before use: one device compresses two members, another decompresses them. The test is necessary: a
+/// second `qzInit` of libqatzip reports success even without hardware.
 ///
 /// # Errors
 ///
-/// If a device cannot be opened, fails, or returns a wrong result.
+/// The reason, if a device cannot be opened, fails, or returns a wrong result.
 pub fn trial(hardware: &Hardware) -> Result<(), String> {
     let sample: Vec<u8> = (0..members::LARGEST + members::LARGEST / 2)
         .map(|i| ((i * i) >> 7).to_le_bytes()[0])
@@ -48,7 +49,7 @@ pub fn trial(hardware: &Hardware) -> Result<(), String> {
 /// A channel's device, or the reason why it is missing.
 pub(super) struct Device {
     session: Option<Box<dyn MemberDevice>>,
-    /// Opens another session.
+    /// Accelerator that opens a new session after a failure.
     hardware: Option<&'static Hardware>,
     direction: Direction,
     level: u8,
@@ -59,7 +60,7 @@ pub(super) struct Device {
 }
 
 impl Device {
-    /// Opens the device as requested, or returns an empty value without one.
+    /// Opens the device for one channel. Without a usable device, [`run`](Self::run) always returns false.
     ///
     /// # Errors
     ///
@@ -85,13 +86,14 @@ impl Device {
         })
     }
 
-    /// Returns the device's maximum bytes per member; `None` without a device.
+    /// Returns the device's maximum number of uncompressed bytes per member; `None` without a device.
     pub(super) fn largest_member(&self) -> Option<usize> {
         let session = self.session.as_ref()?;
         Some(session.largest_member())
     }
 
-    /// Submits `bytes`, as in [`MemberDevice::run`]; returns true if `accept` accepts the output.
+    /// Processes `bytes` on the device, as in [`MemberDevice::run`], and passes the output to `accept`. Returns true if
+    /// `accept` accepts the output; false also after a failure, or without a device.
     pub(super) fn run(
         &mut self,
         bytes: &[u8],
@@ -150,7 +152,7 @@ impl Device {
         }
     }
 
-    /// Replaces a session that may be unusable: after a bad decode every call on it fails.
+    /// Replaces a session that may be unusable: after a failed decode, every later call on the session fails too.
     fn renew(&mut self) {
         // The old session must release its instance and memory first.
         self.session = None;

@@ -8,11 +8,11 @@ use super::{EXTRA, LEVELS, MAGIC, NAME, SUBFIELD, crc32};
 use crate::software::Software;
 use crate::{Encode, Jobs, MethodError, RunsOn, check};
 
-/// Room for a member's deflate data from the CPU: stored blocks add 5 bytes per 65,535 bytes, libdeflate's 5 per 5,000. The
-/// hardware may return up to 9/8 of the input and 1 KiB.
+/// Room for a member's deflate stream from the CPU. Stored blocks add 5 bytes per 65,535 bytes; libdeflate's stored blocks 5
+/// per 5,000. The hardware does not use this room: it may return up to 9/8 of the input and 1 KiB.
 const ROOM: usize = MEMBER + MEMBER / 32;
 
-/// Bytes before a member's deflate.
+/// Bytes before a member's deflate stream: the gzip header with QAT's extra field.
 const HEAD: usize = 24;
 
 /// A channel's compressor.
@@ -32,14 +32,14 @@ impl Encoder {
         })
     }
 
-    /// Compresses a packet on the device if it can; returns true on success.
+    /// Compresses a packet on the device. Returns false if there is no device, or if it cannot compress the packet.
     fn by_device(&mut self, pages: &[u8], out: &mut Vec<u8>) -> bool {
         let Some(largest) = self.device.largest_member() else {
             return false;
         };
         let mut members = 0;
         let done = self.device.run(pages, pages.len(), |payload| {
-            // The receiver checks the checksums: here the CPU would reread every byte.
+            // The checksums are not checked: the CPU would have to read every byte again. The receiver checks them.
             members = members::count(payload, pages.len(), largest)
                 .ok_or("output that is no members of the packet's pages")?;
             out.extend_from_slice(payload);

@@ -11,12 +11,13 @@ pub const SMALLEST: usize = 1024;
 struct Member {
     sizes: Sizes,
     checksum: u32,
-    /// Total bytes.
+    /// Bytes of the whole member, with header and trailer.
     len: usize,
 }
 
 impl Member {
-    /// Returns the member at the start of `input`, if it is complete and its header and trailer agree.
+    /// Returns the member at the start of `input`; `None` if it is incomplete, has no sizes, or its header and trailer
+    /// disagree.
     fn read(input: &[u8]) -> Option<Self> {
         let header = Header::read(input).ok()?;
         let sizes = header.sizes?;
@@ -31,10 +32,12 @@ impl Member {
     }
 }
 
-/// Returns the number of members. `payload` must hold only complete members with sizes, `expected` bytes in total, each at most
-/// `largest` and large enough for the hardware.
+/// Returns the number of members in `payload`; `None` if the hardware may not get this payload. It may if:
+/// - All members are complete and contain their sizes.
+/// - Each has [`SMALLEST`] to `largest` uncompressed bytes.
+/// - All together have `expected` uncompressed bytes.
 pub(super) fn count(payload: &[u8], expected: usize, largest: usize) -> Option<u64> {
-    // The library's room: a ninth more, and 1 KiB.
+    // The library's maximum output: the input, an eighth more, and 1 KiB.
     let most = largest.saturating_add(largest / 8 + 1024);
     let mut rest = payload;
     let (mut members, mut bytes) = (0, 0);
@@ -52,7 +55,7 @@ pub(super) fn count(payload: &[u8], expected: usize, largest: usize) -> Option<u
     (bytes == expected).then_some(members)
 }
 
-/// Returns true if `bytes` match the checksums of a counted payload.
+/// Returns true if the decoded `bytes` match the checksums of all members of `payload`.
 pub(super) fn checksums_fit(payload: &[u8], bytes: &[u8]) -> bool {
     let (mut members, mut bytes) = (payload, bytes);
     while let Some(member) = Member::read(members) {
@@ -134,7 +137,8 @@ impl Header {
 }
 
 impl Sizes {
-    /// Returns QAT's subfield of an extra field. Skips others and malformed ones.
+    /// Returns the sizes in QAT's subfield of an extra field; `None` if there is no such subfield. Skips other and malformed
+    /// subfields.
     fn find(mut field: &[u8]) -> Option<Self> {
         while let Some((&[a, b, low, high], rest)) = field.split_first_chunk::<4>() {
             let (data, rest) = rest.split_at_checked(u16::from_le_bytes([low, high]).into())?;

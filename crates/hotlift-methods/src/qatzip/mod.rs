@@ -6,9 +6,9 @@
 //! 24 raw deflate | CRC-32 (le32) | uncompressed bytes (le32)
 //! ```
 //!
-//! A packet has any number of members. None is longer than the 64 KiB that the hardware processes at once. QEMU's reader
-//! decodes them by hardware if their sizes allow, else in software. There are no raw pages: a packet may grow, by 32 bytes per
-//! member and 5 per stored block.
+//! A packet has any number of members, each of at most 64 KiB: the hardware processes that much at once. QEMU's reader decodes
+//! members by hardware if their sizes permit it, and otherwise in software. Pages are never sent uncompressed: a packet may
+//! grow by 32 bytes per member and 5 bytes per stored block.
 //!
 //! | file | subject |
 //! |---|---|
@@ -33,10 +33,10 @@ pub use members::{LARGEST as LARGEST_MEMBER, SMALLEST as SMALLEST_MEMBER};
 
 const NAME: &str = "qatzip";
 
-/// Device that serves the method.
+/// Name of the device for this method.
 pub(crate) const DEVICE: &str = "Intel QAT";
 
-/// Levels as `multifd-qatzip-level` has them.
+/// Levels of QEMU's `multifd-qatzip-level`.
 pub(crate) const LEVELS: RangeInclusive<u8> = 1..=9;
 
 /// Magic bytes of gzip members.

@@ -4,9 +4,9 @@
 //! FIRST PACKET --header--> WITHOUT HISTORY --a packet refers to earlier ones--> WITH HISTORY
 //! ```
 //!
-//! Our encoders use full flushes, so no packet of theirs refers to another, and each is decoded alone (`whole`). QEMU's packets
-//! refer to earlier ones, usually from the second on. From the first such packet on, zlib-rs decodes the channel as one stream.
-//! The last 32 KiB before a packet are kept for this switch.
+//! A Hotlift's encoder ends each packet with a full flush: no packet refers to an earlier one, and each is decoded alone
+//! (`whole`). QEMU's packets refer to earlier packets, usually from the second on. From the first such packet on, zlib-rs
+//! decodes the channel as one stream. For this switch, the last 32 KiB before each packet are kept.
 
 use hotlift_mem::GuestRun;
 use zlib_rs::{Inflate, InflateFlush, Status};
@@ -28,7 +28,7 @@ pub(super) struct Decoder {
     whole: Whole,
     inflate: Inflate,
     history: History,
-    /// One packet's pages and one byte: for decoding with history, which needs its own memory, and for non-contiguous pages.
+    /// Buffer for one packet's pages and one more byte. It is used for decoding with history, and for non-contiguous pages.
     /// Grows to the largest packet.
     scratch: Vec<u8>,
 }
@@ -85,7 +85,7 @@ impl Decoder {
         self.with_history(deflate, target)
     }
 
-    /// Returns the scratch, with room for that many bytes of pages and one more.
+    /// Returns the scratch, with room for `pages` bytes and one more.
     fn scratch_for(&mut self, pages: usize) -> &mut [u8] {
         if self.scratch.len() <= pages {
             self.scratch.resize(pages + 1, 0);
@@ -93,7 +93,7 @@ impl Decoder {
         &mut self.scratch
     }
 
-    /// Decodes a packet without earlier packets; returns false if it is damaged or needs them.
+    /// Decodes a packet without history. Returns false if the packet is damaged or refers to earlier packets.
     fn without_history(&mut self, deflate: &[u8], target: Target<'_>) -> Result<bool, MethodError> {
         let expected = target.bytes();
         let in_place = target.contiguous();
@@ -169,7 +169,7 @@ impl Decode for Decoder {
     }
 }
 
-/// The last bytes of the channel's output, as far as a packet can refer back.
+/// The last 32 KiB of the channel's output: a later packet can refer to them.
 struct History {
     bytes: Box<[u8]>,
     len: usize,
@@ -187,7 +187,7 @@ impl History {
         &self.bytes[..self.len]
     }
 
-    /// Adds a packet's pages.
+    /// Appends a packet's pages, and removes the oldest bytes.
     fn remember(&mut self, packet: Target<'_>) {
         let new = packet.bytes().min(WINDOW);
         let old = self.len.min(WINDOW - new);

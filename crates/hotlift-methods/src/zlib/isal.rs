@@ -23,11 +23,11 @@ pub(super) fn isal() -> Result<&'static Isal, MethodError> {
     Ok(isal)
 }
 
-/// A raw deflate stream, one full flush per packet.
+/// Compressor of a channel's raw deflate stream. Each packet ends with a full flush.
 pub(super) struct Deflate {
     isal: &'static Isal,
     stream: Box<Stream>,
-    /// Buffer for the tokens of a block; the stream points to it.
+    /// Buffer for a block's literals and matches ("tokens"). `stream` contains a pointer to it.
     _level_buffer: Box<[u8]>,
 }
 
@@ -75,7 +75,7 @@ impl Compress for Deflate {
         };
         let avail_in = u32::try_from(pages.len())
             .map_err(|_| failed(format!("packet of {} bytes is too large", pages.len())))?;
-        // The stream copies the history that it needs before it returns, so `pages` may end.
+        // The call copies the history that it needs, so `pages` may be freed afterwards.
         self.stream.next_in = pages.as_ptr();
         self.stream.avail_in = avail_in;
         // Pages that do not shrink are stored, at 5 bytes per 64 KiB; the rest is for small packets.

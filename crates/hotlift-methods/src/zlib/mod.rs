@@ -5,9 +5,9 @@
 //! every further packet:                deflate blocks | 00 00 ff ff
 //! ```
 //!
-//! The header's two bytes come once. No block is final, so there is no Adler-32. A packet ends with a flush: an empty stored
-//! block that aligns the stream to a byte boundary. QEMU's reader drops unread bytes of a payload, so nothing may follow the
-//! flush.
+//! The two-byte header comes only in the first packet. No block is final, so there is no Adler-32. A packet ends with a flush:
+//! an empty stored block that aligns the stream to a byte boundary. QEMU's reader drops unread bytes of a payload, so nothing
+//! may follow the flush.
 //!
 //! QEMU's writer flushes with `Z_SYNC_FLUSH`, which keeps the window for the next packet. Ours uses full flushes. QEMU's reader
 //! sees no difference, but each packet can be decoded alone. On nine Silesia files this costs 0.3 % of the ratio and saves a
@@ -15,7 +15,8 @@
 //!
 //! # Choice of the library
 //!
-//! The fastest library whose ratio is at most 3 % below that of zlib at the same level. `benches/codecs.rs` prints the figures.
+//! Each level uses the fastest library whose ratio is at most 3 % below that of zlib at the same level. `benches/codecs.rs`
+//! prints the figures.
 
 mod decode;
 mod isal;
@@ -30,7 +31,7 @@ use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, check};
 
 const NAME: &str = "zlib";
 
-/// Levels as `multifd-zlib-level` has them; 0 stores.
+/// Levels of QEMU's `multifd-zlib-level`; level 0 does not compress.
 pub const LEVELS: RangeInclusive<u8> = 0..=9;
 
 /// Compression library.
@@ -44,7 +45,7 @@ pub enum Library {
 
 /// Compressor of successive packets to a raw deflate stream.
 trait Compress: Send {
-    /// Appends the packet, ended by a full flush.
+    /// Compresses a packet and appends it to `out`, with a full flush at the end.
     fn packet(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError>;
 }
 
@@ -104,7 +105,7 @@ pub(crate) fn library() -> String {
 
 /// A channel's compressor: the header once, then the packets.
 struct Encoder {
-    /// Compressors of the requested levels. No packet refers to an earlier one, so they can share one stream.
+    /// Compressors of the requested levels. No packet refers to an earlier one, so all levels can write to one stream.
     by_level: Vec<(u8, Box<dyn Compress>)>,
     /// Index of the current compressor.
     current: usize,
@@ -147,11 +148,11 @@ pub(crate) fn header(level: u8) -> [u8; 2] {
     }
 }
 
-/// Returns the input after a zlib header (RFC 1950, 2.2); `None` if it has less than two bytes.
+/// Returns the input after a zlib header (RFC 1950, 2.2); `None` if `stream` has less than two bytes.
 ///
 /// # Errors
 ///
-/// [`MethodError::Header`] of `method`, if it is no such header.
+/// [`MethodError::Header`] if the first two bytes are not a zlib header. `method` is the method's name for the error.
 pub(crate) fn skip_header<'a>(
     method: &'static str,
     stream: &'a [u8],
@@ -171,8 +172,7 @@ pub(crate) fn skip_header<'a>(
     Ok(Some(deflate))
 }
 
-/// Passes two packets through `compress` and decodes them by zlib-rs. A library that was found at run time must pass this test
-/// first.
+/// Tests a library that was found at run time: compresses two packets with `compress` and decodes them by zlib-rs.
 fn trial(compress: &mut dyn Compress) -> Result<(), String> {
     let mut noise = 0x9e37_79b9_u32;
     let pages: Vec<u8> = (0..16 * PAGE_SIZE)

@@ -1,4 +1,4 @@
-//! Compression by zlib-rs: level 0, the high levels, and all of them where ISA-L is missing.
+//! Compression by zlib-rs: levels 0 and 3 to 9, and all levels if ISA-L is missing.
 
 use zlib_rs::{Deflate, DeflateFlush, Status};
 
@@ -8,11 +8,11 @@ use crate::MethodError;
 /// The library's name in messages.
 pub(super) const LIBRARY: &str = "zlib-rs";
 
-/// A raw deflate stream, one full flush a packet.
+/// Compressor of a channel's raw deflate stream. Each packet ends with a full flush.
 pub(super) struct Portable {
     deflate: Deflate,
-    /// Output buffer of the library, which writes to initialised memory only. Its content is copied to the caller's vector:
-    /// clearing that vector for each packet would cost more.
+    /// Output buffer: zlib-rs writes only to initialised memory. Its content is then copied to the caller's vector.
+    /// Initialising that vector for each packet would take longer.
     piece: Box<[u8]>,
 }
 

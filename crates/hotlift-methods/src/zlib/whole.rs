@@ -14,8 +14,7 @@ const END: [u8; 5] = [0x01, 0x00, 0x00, 0xff, 0xff];
 
 pub(super) struct Whole {
     decompressor: Decompressor,
-    /// Copy of the packet with the final block: payloads cannot be appended to. The copy takes a hundredth of the time of
-    /// decoding.
+    /// Copy of the packet with the final block appended. The copy takes a hundredth of the decode time.
     stream: Vec<u8>,
 }
 
@@ -24,9 +23,9 @@ pub(super) struct Whole {
 pub(super) enum Outcome {
     /// Decoded completely, to this number of bytes.
     Decoded(usize),
-    /// The packet has more bytes than the room.
+    /// The packet decodes to more bytes than the extent has.
     TooLong,
-    /// The stream ends, in the packet or at its end.
+    /// The packet contains a final block, which ends the channel's stream.
     Ended,
     /// The packet is damaged, or needs earlier packets.
     Invalid,
@@ -40,8 +39,8 @@ impl Whole {
         })
     }
 
-    /// Decodes `deflate`, which ends with a flush, into `extent`: guest runs or the decoder's scratch. The extent may be
-    /// written even after a failure.
+    /// Decodes `deflate`, which ends with a flush, into `extent`: guest runs or the decoder's scratch. A failed call may also
+    /// have written to `extent`.
     pub(super) fn decode(&mut self, deflate: &[u8], extent: Extent) -> Outcome {
         self.stream.clear();
         self.stream.extend_from_slice(deflate);

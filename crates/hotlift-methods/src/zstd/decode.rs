@@ -9,8 +9,9 @@
 //!              +----- payload ends the frame -----------------------------------------------+
 //! ```
 //!
-//! In a frame, the library buffers the window and copies from it. A closed frame needs neither, because the pages are its
-//! window. That is the main reason why our packets cost less to receive than QEMU's.
+//! While a frame is open, libzstd copies all output through a window buffer. A frame that is exactly one packet needs no
+//! buffer, because the pages are its window. That is the main reason why Hotlift's packets cost less time to receive than
+//! QEMU's.
 
 use std::ptr::NonNull;
 
@@ -30,7 +31,7 @@ use crate::{Decode, MemoryLimit, MethodError};
 pub(super) struct Decoder {
     context: NonNull<ZSTD_DCtx>,
     state: State,
-    /// Size hint of the streaming decoder's last step.
+    /// Number of input bytes that the streaming decoder expects next, from its last call.
     wants: usize,
     /// Buffer for the pages of a closed frame if they are not contiguous. Grows to the largest packet.
     scratch: Vec<u8>,
@@ -109,7 +110,7 @@ impl Decoder {
         }
     }
 
-    /// Decodes a frame that is all of `payload` into all of `extent`.
+    /// Decodes `payload`, which is exactly one frame, into all of `extent`.
     fn frame_into(&mut self, payload: &[u8], extent: Extent) -> Result<(), MethodError> {
         if let Some(content) = content_size(payload)
             && usize::try_from(content).map_or(true, |content| content > extent.len)
@@ -148,7 +149,8 @@ impl Decoder {
                 return Err(MethodError::short(NAME, payload, target.bytes(), got));
             }
         }
-        // The pages are full. The rest may be the end of a frame, which has no bytes; any further output byte is one too many.
+        // The pages are full. The rest of the payload may only be the end of a frame, without output. Any output byte is an
+        // error.
         let mut beyond = [0u8; 1];
         let extent = Extent {
             ptr: beyond.as_mut_ptr(),
@@ -173,7 +175,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Fills `extent` as far as the input reaches; returns the bytes written.
+    /// Decodes input into `extent` until the extent is full or the input is used up. Returns the bytes written.
     fn stream(&mut self, input: &mut ZSTD_inBuffer, extent: Extent) -> Result<usize, MethodError> {
         let mut output = ZSTD_outBuffer {
             dst: extent.ptr.cast(),
@@ -194,8 +196,8 @@ impl Decoder {
                 },
                 None => damaged(reason),
             })?;
-            // No progress: there was neither input nor held-back output. libzstd counts such calls as errors of the caller, and
-            // leaves them undefined between frames, so they must not change the state.
+            // No progress: libzstd has neither input nor buffered output. Such calls are errors of the caller, and their result
+            // is undefined between frames. So they must not change the state.
             if (input.pos, output.pos) == before {
                 break;
             }
@@ -244,7 +246,7 @@ fn is_one_frame(payload: &[u8]) -> bool {
 /// `ZSTD_CONTENTSIZE_ERROR`; only `ZSTD_CONTENTSIZE_UNKNOWN` is larger.
 const CONTENT_SIZE_ERROR: u64 = u64::MAX - 1;
 
-/// Returns the size of a frame's content if its header has one.
+/// Returns the decoded size from a frame's header; `None` if the header has no size.
 fn content_size(frame: &[u8]) -> Option<u64> {
     // SAFETY: reads the slice only.
     let size = unsafe { ZSTD_getFrameContentSize(frame.as_ptr().cast(), frame.len()) };

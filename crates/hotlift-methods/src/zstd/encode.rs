@@ -11,7 +11,7 @@ use zstd_sys::{
 use super::{NAME, check, failed};
 use crate::{Encode, EncoderSettings, MethodError};
 
-/// A channel's compressor: the context with its tables, kept for the whole migration.
+/// A channel's compressor. libzstd's context, with its tables, is kept for the whole migration.
 pub(super) struct Encoder {
     context: NonNull<ZSTD_CCtx>,
     framing: Framing,
@@ -23,18 +23,18 @@ const WINDOW_MIN: usize = 1 << 10;
 /// Mapping of packets to frames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Framing {
-    /// One frame per packet. The library copies nothing on either side, and the tables fit the packet. But no match refers to
-    /// an earlier packet.
+    /// One frame per packet. libzstd buffers no window at either end, and its tables have the size of the packet. But no match
+    /// refers to an earlier packet.
     Closed,
-    /// One frame per channel, as in QEMU.
+    /// One frame per channel that is never ended, as in QEMU.
     Open,
 }
 
 /// Returns the framing of a level.
 ///
-/// Closed frames at level 1 take 0.80 of the time to write and to read, for 1 % of the ratio: with a known size, the library
-/// needs no window. The lost matches cost more at higher levels: 2.7 % of the ratio at level 3, 4.5 % at 5, 7 % at 9 (nine
-/// Silesia files, 512 KiB a packet). Hotlift trades at most 3 % for speed.
+/// With closed frames, level 1 takes 0.80 of the time to write and to read: libzstd needs no window if it knows the size. Level
+/// 1 loses 1 % of the ratio, because no match refers to an earlier packet. Higher levels lose more: 2.7 % of the ratio at level
+/// 3, 4.5 % at 5, 7 % at 9 (nine Silesia files, 512 KiB a packet). Hotlift accepts a loss of at most 3 %.
 fn framing(level: u8) -> Framing {
     if level <= 3 {
         Framing::Closed
@@ -132,7 +132,7 @@ impl Encoder {
     }
 }
 
-/// Returns the log2 of a reduced window if the level's window exceeds `most`.
+/// Returns the log2 of the window that `most` bytes permit; `None` if the level's window is not larger.
 fn smaller_window(level: u8, most: usize) -> Option<i32> {
     // SAFETY: a pure function; size 0 means unknown.
     let levels = unsafe { ZSTD_getCParams(level.into(), 0, 0) }.windowLog;
@@ -153,7 +153,8 @@ impl Encode for Encoder {
         .map_err(|reason| failed("compress a packet", reason))
     }
 
-    /// Accepts levels from -7 on; libzstd uses the nearest that exists. Each later packet is a closed frame, of any level.
+    /// Accepts levels from -7 on; libzstd replaces a level that it lacks by the nearest one. From this call on, each packet is
+    /// a closed frame.
     fn set_level(&mut self, level: i8) -> Result<(), MethodError> {
         self.framing = Framing::Closed;
         self.use_level(level.into())

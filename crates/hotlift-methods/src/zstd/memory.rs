@@ -1,7 +1,7 @@
-//! Accounting of the memory of libzstd's decoder.
+//! Counts the memory that libzstd's decoder allocates.
 //!
-//! The library allocates a frame's window after reading the frame's header, and frees the previous one. All allocations of a
-//! context go through this module. So the count is exact for every frame, however it is split.
+//! libzstd allocates a frame's window after it has read the frame's header, and frees the previous window. All allocations of a
+//! context use this module, so the count is exact even if a frame is split over packets.
 
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
@@ -10,14 +10,16 @@ use zstd_sys::ZSTD_customMem;
 
 use crate::memory::{MemoryLimit, OverMemoryLimit};
 
-/// Bytes before each block, for its size; 16 keep the alignment of `malloc`.
+/// Bytes before each allocated block, in which its counted size is stored. 16 bytes keep the alignment of `malloc`.
 const HEAD: usize = 16;
 
-/// Accounting state of one context. Its single owner drops it after the context. One thread at a time uses both.
+/// Memory count of one libzstd context. It must be dropped after the context. Only one thread at a time may use the context and
+/// this value.
 pub(super) struct Memory(NonNull<State>);
 
 struct State {
-    /// Limit of allocations, counted from when it is set: a context's own tables are no choice of the peer.
+    /// Limit that counts allocations, from the moment it is set. Earlier allocations are the context's own tables: the peer
+    /// does not choose their size.
     limit: Option<MemoryLimit>,
     refused: Option<OverMemoryLimit>,
 }
@@ -34,7 +36,7 @@ impl Memory {
         Self(NonNull::from(Box::leak(state)))
     }
 
-    /// Returns the allocator for a context, which must end before this value.
+    /// Returns the allocator for a context, which must be freed before this value is dropped.
     pub(super) fn custom(&self) -> ZSTD_customMem {
         ZSTD_customMem {
             customAlloc: Some(allocate),
@@ -48,7 +50,7 @@ impl Memory {
         unsafe { self.0.as_mut() }.limit = Some(limit.clone());
     }
 
-    /// Returns the refusal since the last call.
+    /// Returns the allocation that the limit refused since the last call; `None` if none was refused.
     pub(super) fn refused(&mut self) -> Option<OverMemoryLimit> {
         // SAFETY: as in `limit`.
         unsafe { self.0.as_mut() }.refused.take()

@@ -1,11 +1,11 @@
 //! `zstd`: frames of libzstd.
 //!
-//! QEMU writes one frame per channel and never closes it: each packet ends at a flush. Its reader also accepts closed frames,
-//! one per packet, and so does ours. The level decides the framing that we write ([`encode`]); the framing that we read may
-//! change from packet to packet ([`decode`]).
+//! QEMU writes one frame per channel and never closes it: each packet ends with a flush. QEMU's reader also accepts closed
+//! frames, one per packet, and so does Hotlift's. The level decides which frames a Hotlift writes ([`encode`]). The frames that
+//! it reads may change from packet to packet ([`decode`]).
 //!
-//! libzstd 1.5.7 is linked through zstd-sys. Each release since QEMU's of 2022 made level 1 slightly faster, and a
-//! distribution's library would be older.
+//! libzstd 1.5.7 is linked through zstd-sys. A distribution's library is often older, and each release since 2022 made level 1
+//! slightly faster.
 
 mod decode;
 mod encode;
@@ -21,14 +21,14 @@ use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, check};
 const NAME: &str = "zstd";
 const LIBRARY: &str = "libzstd";
 
-/// Levels as `multifd-zstd-level` has them; 0 is libzstd's default, which is 3.
+/// Levels of QEMU's `multifd-zstd-level`; 0 is libzstd's default, level 3.
 pub(crate) const LEVELS: RangeInclusive<u8> = 0..=20;
 
-/// Maximum window of a received stream, as a power of two of bytes: 128 MiB, the limit of libzstd's streaming decoder
-/// (`ZSTD_WINDOWLOG_LIMIT_DEFAULT`) and therefore of every QEMU.
+/// Maximum window of a received stream, as a power of two: 2^27 bytes are 128 MiB. This is the limit of libzstd's streaming
+/// decoder (`ZSTD_WINDOWLOG_LIMIT_DEFAULT`), and therefore of every QEMU.
 ///
-/// It limits the only memory whose size a peer chooses; [`Decode::limit_memory`] limits the sum of all channels. QEMU's levels
-/// need at most 2^25 bytes.
+/// Only this memory has a size that a peer chooses. [`Decode::limit_memory`] limits the sum of all channels. QEMU's levels need
+/// at most 2^25 bytes.
 pub const WINDOW_LOG_MAX: u8 = 27;
 
 pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
