@@ -1,4 +1,4 @@
-//! Accelerators of the host, each behind a small trait of `hotlift-methods` or of the engine.
+//! Accelerators of the host. Each implements a small trait of `hotlift-methods` or of the engine.
 //!
 //! | folder | subject |
 //! |---|---|
@@ -7,8 +7,8 @@
 //! | `qatzip/` | Intel's QAT, for the members of `qatzip` |
 //! | `idxd/` | work queues of Intel's DSA and IAA; zero page detection by DSA |
 //!
-//! Libraries of the vendors are opened at run time: a program starts without them. The formats, and the same work on the CPU,
-//! are in `hotlift-methods`, which passes pages to a device, checks its results, and abandons a device that fails.
+//! The vendors' libraries are opened at run time: a program also starts without them. `hotlift-methods` has the formats, and
+//! does the same work on the CPU. It passes pages to a device, checks the results, and stops using a device that fails.
 //!
 //! # Example
 //!
@@ -39,10 +39,10 @@ mod uadk;
 
 use hotlift_methods::device::Hardware;
 
-/// Accelerators of the methods.
+/// Accelerators for the methods `qpl`, `uadk` and `qatzip` of `hotlift-methods`.
 pub static HARDWARE: [Hardware; 3] = [qpl::hardware(), uadk::hardware(), qatzip::hardware()];
 
-/// The vendors' own software in place of their devices, for tests and comparisons only. It checks our use of the libraries on
-/// hosts without a device. It is slower than our software, and each call of libqatzip without a device uses up one of the
-/// process's 1024 thread keys.
+/// The vendors' own software instead of their devices, for tests and comparisons only. It tests the calls of the libraries on
+/// hosts without a device. It is slower than the software of `hotlift-methods`. Without a device, each call of libqatzip also
+/// uses up one of the process's 1024 thread keys (`pthread_key_create`).
 pub static VENDOR_SOFTWARE: [Hardware; 2] = [qpl::software(), qatzip::software()];

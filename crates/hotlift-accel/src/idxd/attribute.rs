@@ -16,7 +16,7 @@ pub enum SysfsError {
     Value {
         /// The file.
         path: PathBuf,
-        /// Its content.
+        /// Content of the file.
         text: String,
         /// Description of the valid values.
         expected: &'static str,
@@ -40,7 +40,8 @@ pub(crate) fn text(folder: &Path, name: &str) -> Result<Option<String>, SysfsErr
 /// Linux's "operation not supported" on every architecture that idxd runs on.
 const EOPNOTSUPP: i32 = 95;
 
-/// Returns an attribute whose value `parse` accepts.
+/// Returns the parsed value of an attribute; `None` if this driver or device does not have it. `expected` describes valid
+/// values in the error.
 pub(crate) fn parsed<T>(
     folder: &Path,
     name: &str,
@@ -60,7 +61,7 @@ pub(crate) fn parsed<T>(
     }
 }
 
-/// Returns a number, decimal or with `0x`.
+/// Returns a number, decimal or with the prefix `0x`; `None` if the attribute is absent.
 pub(crate) fn number<T: TryFrom<u64>>(folder: &Path, name: &str) -> Result<Option<T>, SysfsError> {
     parsed(folder, name, "a number", |text| {
         let value = match text.strip_prefix("0x") {
@@ -71,7 +72,7 @@ pub(crate) fn number<T: TryFrom<u64>>(folder: &Path, name: &str) -> Result<Optio
     })
 }
 
-/// Returns a number that is -1 if absent: a NUMA node, a group.
+/// Returns a number, such as a NUMA node or a group; `None` if it is -1 or the attribute is absent.
 pub(crate) fn index(folder: &Path, name: &str) -> Result<Option<u32>, SysfsError> {
     let value = parsed(folder, name, "a number or -1", |text| match text {
         "-1" => Some(None),
@@ -80,7 +81,7 @@ pub(crate) fn index(folder: &Path, name: &str) -> Result<Option<u32>, SysfsError
     Ok(value.flatten())
 }
 
-/// Returns a boolean that is stored as 0 or 1.
+/// Returns a boolean that is stored as 0 or 1; `None` if the attribute is absent.
 pub(crate) fn flag(folder: &Path, name: &str) -> Result<Option<bool>, SysfsError> {
     parsed(folder, name, "0 or 1", |text| match text {
         "0" => Some(false),
@@ -101,8 +102,9 @@ impl OpSet {
         word >> (opcode % 64) & 1 == 1
     }
 
-    /// Parses two forms: since Linux 6.1 words of 32 bits separated by commas, the last one lowest; before, four words of 64
-    /// bits separated by spaces, the first one lowest.
+    /// Parses the two formats of the kernel:
+    /// - Since Linux 6.1: words of 32 bits separated by commas, the last one lowest.
+    /// - Before 6.1: four words of 64 bits separated by spaces, the first one lowest.
     fn parse(text: &str) -> Option<Self> {
         let mut set = Self::default();
         if text.contains("0x") {
@@ -120,7 +122,7 @@ impl OpSet {
     }
 }
 
-/// Returns a set of operations.
+/// Returns a set of operations; `None` if the attribute is absent.
 pub(crate) fn op_set(folder: &Path, name: &str) -> Result<Option<OpSet>, SysfsError> {
     parsed(folder, name, "a bit map of 256 bits", OpSet::parse)
 }

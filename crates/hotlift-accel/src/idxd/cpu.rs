@@ -1,16 +1,16 @@
-//! Instructions that submit descriptors to a queue, and that wait for its answer.
+//! CPU instructions that submit descriptors to a device, and that wait for its completion records.
 
-/// Instructions that this CPU has.
+/// Instructions that a CPU has.
 ///
-/// CPUID is the only source. ENQCMD is never executed as a test: if the kernel or a hypervisor hides it, it raises a signal
-/// that is indistinguishable from a memory fault.
+/// Only CPUID decides if an instruction is used. ENQCMD is never executed as a test: if the kernel or a hypervisor disables it,
+/// ENQCMD raises a signal that looks like a memory fault.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CpuFeatures {
-    /// ENQCMD: for shared queues.
+    /// ENQCMD: submits to shared queues.
     pub enqcmd: bool,
-    /// MOVDIR64B: for dedicated queues.
+    /// MOVDIR64B: submits to dedicated queues.
     pub movdir64b: bool,
-    /// UMONITOR, UMWAIT, TPAUSE: waiting for a completion record without a loop.
+    /// UMONITOR, UMWAIT, TPAUSE: wait for a completion record without a busy loop.
     pub waitpkg: bool,
 }
 

@@ -50,7 +50,7 @@ const REQUEST_RECORD: u32 = 0x08;
 
 /// One descriptor.
 ///
-/// It holds addresses, no borrows: the submitter guarantees that they are valid.
+/// A descriptor contains addresses, not references. The submitter guarantees that the addresses are valid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C, align(64))]
 pub struct Descriptor {
@@ -82,13 +82,14 @@ impl Descriptor {
         }
     }
 
-    /// Returns a no-op, which completes at once: the test of a queue.
+    /// Returns a no-op, which the device completes immediately. It tests a queue.
     #[must_use]
     pub fn noop(record: *const Record) -> Self {
         Self::new(Opcode::Noop, record)
     }
 
-    /// Returns a comparison of `bytes` bytes from `range` on with zero. The record's result is 0 if all are zero.
+    /// Returns a descriptor that compares `bytes` bytes from `range` on with zero. The result in the completion record is 0 if
+    /// all bytes are zero.
     #[must_use]
     pub fn is_zero(range: *const u8, bytes: u32, record: *const Record) -> Self {
         Self {
@@ -98,8 +99,8 @@ impl Descriptor {
         }
     }
 
-    /// Returns a batch of the `count` descriptors from `list` on, executed in any order. At least 2, and at most the queue's
-    /// `max_batch_size`; none may be a batch. Each has a record of its own.
+    /// Returns a batch of `count` descriptors from `list` on, which the device executes in any order. `count` must be from 2 to
+    /// the queue's `max_batch_size`. No descriptor of the list may be a batch, and each has its own record.
     #[must_use]
     pub fn batch(list: *const Descriptor, count: u32, record: *const Record) -> Self {
         Self {
@@ -133,13 +134,13 @@ impl Descriptor {
         self.destination
     }
 
-    /// Returns the bytes of the range, or the descriptors of the batch.
+    /// Returns the number of bytes of the range, or of descriptors in the batch.
     #[must_use]
     pub fn size(&self) -> u32 {
         self.size
     }
 
-    /// Returns the bytes for the device.
+    /// Returns the descriptor as bytes, as the device reads them.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; DESCRIPTOR] {
         let mut bytes = [0; DESCRIPTOR];
@@ -163,7 +164,7 @@ impl Descriptor {
 mod tests {
     use super::*;
 
-    /// Returns a descriptor's bytes: those at the given offsets, and zeros.
+    /// Returns a descriptor's bytes: `parts` at their offsets, and zeros elsewhere.
     fn golden(parts: &[(usize, &[u8])]) -> [u8; DESCRIPTOR] {
         let mut bytes = [0; DESCRIPTOR];
         for (at, part) in parts {

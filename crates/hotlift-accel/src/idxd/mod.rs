@@ -8,12 +8,12 @@
 //! | `portal` | submission of a descriptor to a queue |
 //! | `queue` | opens a work queue and checks that it works |
 //! | `zero` | detection of zero pages by devices |
-//! | `wait`, `sync` | waiting of the completion thread; types shared by threads |
-//! | `model`, `simulated` | a software model of a queue, and its opening: for tests, with the feature `simulated` |
+//! | `wait`, `sync` | waits of the completion thread; types that threads share |
+//! | `model`, `simulated` | a software model of a queue, and a function that opens it; for tests, with the feature `simulated` |
 //! | `cpu` | CPU instructions that submit descriptors |
 //!
-//! Reads here have no effect on a device. A queue's node is never opened as a mere check: a dedicated queue has one opener, and
-//! every opener binds its address space to the device.
+//! Reading sysfs has no effect on a device. A queue's node in `/dev` is opened only for use, never for a check: a dedicated
+//! queue permits one opener, and every opener binds its address space to the device.
 
 mod attribute;
 pub mod cpu;

@@ -1,9 +1,9 @@
 //! A software model of one DSA queue, for tests. It accepts descriptors as a portal does, executes them in memory, and writes
-//! completion records. It can be configured to fault, fail, refuse, answer late or in another order, never answer, or die.
-//! Measurements on it are no measurements of a device.
+//! completion records. It can be configured to fault, fail, refuse, answer late or in another order, never answer, or die. Its
+//! speed is unrelated to that of a device.
 //!
-//! It checks that its user keeps the conditions of [`Portal`], and panics if one is violated: a device would write to reused
-//! memory then.
+//! The model checks the conditions of [`Portal`] and panics if its user violates one. After a violation, a real device could
+//! write to reused memory.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,38 +14,38 @@ use super::portal::{Portal, Submitted};
 use super::record::{Completion, Record};
 use super::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, spin_loop};
 
-/// Behaviour of a model. Chances are in thousandths of the descriptors (of a batch: of its members), drawn from `seed`.
+/// Behaviour of a model. Chances are in thousandths, drawn from `seed` for each descriptor; in a batch, for each member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Behaviour {
     /// Seed of the draws: the same seed and the same order of descriptors give the same faults.
     pub seed: u64,
-    /// Maximum queued descriptors; the next one is refused as full.
+    /// Maximum number of queued descriptors. A submission beyond it finds the queue full.
     pub depth: usize,
-    /// Longest batch.
+    /// Maximum number of descriptors in a batch.
     pub max_batch: u32,
-    /// Largest range, in bytes.
+    /// Maximum bytes of a descriptor's range.
     pub max_transfer: u32,
-    /// Chance of a submission that is refused as full although there is room.
+    /// Chance that a submission reports a full queue although the queue has room.
     pub full: u32,
     /// Chance of a page fault, at a random byte.
     pub fault: u32,
-    /// Chance of a failure with a status that the CPU must not handle (hardware error 0x20).
+    /// Chance of a failure other than a page fault (status 0x20, hardware error).
     pub fail: u32,
-    /// Chance of a batch whose list faults at a random member: the rest is not executed.
+    /// Chance of a batch whose list has a page fault at a random member. The members from there on are not executed.
     pub list_fault: u32,
     /// Chance of a descriptor that is never answered.
     pub silent: u32,
-    /// True if the model delays a descriptor until later ones are done.
+    /// True if the model executes queued descriptors in random order.
     pub shuffled: bool,
     /// True if the kernel does not permit mapping the portal.
     pub unmapped: bool,
-    /// True if the kernel accepts no batches by `write`.
+    /// True if the kernel accepts no batches through `write`.
     pub unbatched: bool,
-    /// True if the kernel accepts nothing by `write`.
+    /// True if the kernel accepts no descriptors through `write`.
     pub unwritten: bool,
     /// Number of descriptors after which the model dies; 0: never.
     pub dies: u64,
-    /// Microseconds of delay of each answer.
+    /// Delay of each answer, in microseconds.
     pub late: u32,
 }
 
@@ -141,14 +141,14 @@ struct State {
 }
 
 impl Model {
-    /// Returns a queue.
+    /// Creates a queue with this behaviour.
     #[must_use]
     pub fn new(behaviour: Behaviour) -> Self {
         Self {
             behaviour,
             state: Mutex::new(State {
                 waiting: VecDeque::new(),
-                // Never 0, a fixed point of the generator.
+                // Never 0: the generator would then return only 0.
                 draws: behaviour.seed | 1 << 63,
                 dead: false,
                 closed: false,
@@ -160,7 +160,7 @@ impl Model {
         }
     }
 
-    /// Returns the same queue without the device's faults.
+    /// Creates a queue without the device's faults, but with the same batch limit and the same restrictions of the kernel.
     pub(crate) fn without_faults(&self) -> Self {
         let kernel = self.behaviour;
         Self::new(Behaviour {
@@ -189,14 +189,14 @@ impl Model {
         self.lock().taken_back
     }
 
-    /// Stops all answers; every submission fails from now on.
+    /// Ends all answers. Every later submission fails.
     pub fn die(&self) {
         let mut state = self.lock();
         state.dead = true;
         state.waiting.clear();
     }
 
-    /// Executes one queued descriptor; returns false if there is none.
+    /// Executes one queued descriptor. Returns false if the queue is empty.
     pub fn step(&self) -> bool {
         let mut state = self.lock();
         let next = if self.behaviour.shuffled && state.waiting.len() > 1 {
@@ -377,7 +377,7 @@ impl Model {
     }
 }
 
-/// Writes a record. Panics if the record is not pending: then two descriptors use it at once.
+/// Writes a record. Panics if the record is not pending, because two descriptors then use the same record.
 fn answer(record: &Record, status: u8, result: u8, completed: u32, fault_address: u64) {
     let before = record.read();
     assert!(
@@ -387,12 +387,12 @@ fn answer(record: &Record, status: u8, result: u8, completed: u32, fault_address
     record.complete(status, result, completed, fault_address);
 }
 
-/// Returns the first of `bytes` positions that satisfies `holds`.
+/// Returns the first position below `bytes` for which `holds` returns true.
 fn first(bytes: usize, holds: impl Fn(usize) -> bool) -> Option<usize> {
     (0..bytes).find(|at| holds(*at))
 }
 
-/// Returns the first of `bytes` bytes that differs from the pattern.
+/// Returns the position of the first byte that differs from the repeated pattern; `None` if all `bytes` bytes match.
 ///
 /// # Safety
 ///

@@ -25,7 +25,7 @@ const PORTAL: usize = 4096;
 /// Result of a submission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Submitted {
-    /// The device accepted it.
+    /// The device accepted the descriptor.
     Accepted,
     /// The queue is full; a retry may succeed.
     Full,
@@ -41,15 +41,15 @@ pub trait Portal: Send + Sync {
     ///
     /// # Safety
     ///
-    /// All memory at addresses in the descriptor (and in a batch's descriptors) must stay mapped until its record is complete.
-    /// Memory that the device writes to must not be used otherwise until then.
+    /// All memory at addresses in the descriptor, and in the descriptors of a batch, must stay mapped until the record is
+    /// complete. Until then, memory that the device writes to must not be used otherwise.
     unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted>;
 
-    /// Reports that an accepted descriptor is complete.
+    /// Reports that an accepted descriptor is complete: the portal of a dedicated queue counts descriptors in flight.
     fn completed(&self) {}
 }
 
-/// A mapped portal.
+/// The portal of a queue, mapped into this process.
 struct Mapping {
     page: NonNull<u8>,
     /// Count of submissions: each uses the next 64 bytes of the page, to avoid contention on one cache line.
@@ -95,7 +95,7 @@ impl Drop for Mapping {
     }
 }
 
-/// A shared queue, by ENQCMD: the device reports if it accepted the descriptor.
+/// Portal of a shared queue. ENQCMD reports if the device accepted the descriptor.
 pub struct Enqcmd(Mapping);
 
 impl Enqcmd {
@@ -125,7 +125,7 @@ impl Portal for Enqcmd {
     }
 }
 
-/// A dedicated queue, by MOVDIR64B: a store without answer, so descriptors in flight are counted here.
+/// Portal of a dedicated queue. MOVDIR64B is a store without an answer, so this type counts the descriptors in flight.
 pub struct Movdir64b {
     mapping: Mapping,
     size: u32,
@@ -170,11 +170,11 @@ impl Portal for Movdir64b {
     }
 }
 
-/// Either kind of queue, by `write`: the kernel submits.
+/// Portal of a shared or dedicated queue, through `write`: the kernel submits the descriptor.
 pub struct Written(File);
 
 impl Written {
-    /// Returns the queue of an open node (or of any file that accepts descriptors as bytes).
+    /// Returns the portal of an open queue node. In tests, `node` is another file that accepts descriptors as bytes.
     #[must_use]
     pub fn new(node: File) -> Self {
         Self(node)

@@ -1,4 +1,4 @@
-//! Opens a work queue for zero pages, and checks that it works.
+//! Opens a work queue for the detection of zero pages, and tests it.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -12,8 +12,8 @@ use super::sysfs::{self, DeviceKind, Mode, State};
 use super::zero;
 use super::{CpuFeatures, SysfsError};
 
-/// Timeout of the no-op that tests a queue. A device needs some microseconds, but a busy host may not schedule the thread for
-/// long.
+/// Timeout of the no-op that tests a queue. A device needs some microseconds, but a busy host may delay this thread much
+/// longer.
 pub(crate) const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Reason why a queue is unusable.
@@ -55,14 +55,13 @@ pub enum QueueError {
     },
 }
 
-/// Opens the queue of node `path` (as in "/dev/dsa/wq4.0") of the host under `root` (`/` except in tests), and tests it by a
-/// no-op.
+/// Opens the work queue with node `path`, as in "/dev/dsa/wq4.0", and tests it with a no-op. `root` is `/` except in tests.
 ///
-/// The process that opens a queue must be the one that uses it: the kernel binds the queue to the opener's memory.
+/// The process that uses a queue must open it itself: the kernel binds the queue to the opener's memory.
 ///
 /// # Errors
 ///
-/// [`QueueError`].
+/// [`QueueError`] if the queue does not exist, is unsuitable, cannot be opened, or fails the test.
 pub fn open(root: &Path, path: &Path, cpu: CpuFeatures) -> Result<zero::Device, QueueError> {
     let node = root.join(path.strip_prefix("/").unwrap_or(path));
     let set_up = |what| QueueError::SetUp {
@@ -151,7 +150,7 @@ pub(crate) struct QueueAccess {
     pub written: Option<io::Error>,
 }
 
-/// Returns the best access that CPU and kernel permit.
+/// Returns a mapped portal if CPU and kernel permit it, and otherwise a portal through `write`.
 pub(crate) fn enter(
     node: impl Node,
     mode: Mode,
@@ -186,7 +185,7 @@ pub(crate) fn enter(
 }
 
 impl QueueAccess {
-    /// Tests the device with a no-op.
+    /// Tests the device with a no-op, which must complete within the timeout `within`.
     pub(crate) fn prove(&self, path: &Path, within: Duration) -> Result<(), QueueError> {
         let record = leaked(Record::default());
         let answer = match answer(&*self.portal, &Descriptor::noop(record), record, within) {
@@ -209,8 +208,8 @@ impl QueueAccess {
     }
 }
 
-/// Returns true if the device executes two no-ops in one batch. Only a test shows this: on the first hardware the kernel
-/// accepts no batches by `write`, and the operations that it reports differ by version.
+/// Returns true if the device executes a batch of two no-ops. Only a test shows this. With the first hardware, the kernel
+/// accepts no batches through `write`. The operations that the kernel reports differ between its versions.
 pub(crate) fn takes_batches(portal: &dyn Portal, within: Duration) -> bool {
     let records = leaked([Record::default(), Record::default(), Record::default()]);
     let list = leaked([0, 1].map(|at| Descriptor::noop(&raw const records[at])));
@@ -224,7 +223,7 @@ fn leaked<T>(value: T) -> &'static T {
     Box::leak(Box::new(value))
 }
 
-/// Returns the device's answer to a descriptor whose memory lives as long as the process.
+/// Submits a descriptor, whose memory must be leaked, and returns the device's answer: [`Completion::Pending`] after a timeout.
 fn answer(
     portal: &dyn Portal,
     descriptor: &Descriptor,

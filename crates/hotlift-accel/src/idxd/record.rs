@@ -14,7 +14,7 @@ pub const RECORD: usize = 32;
 const SUCCESS: u8 = 0x01;
 /// Status: done, and the result differs from the expected one.
 const SUCCESS_BUT_DIFFERS: u8 = 0x02;
-/// Status: a page was absent; a part is done.
+/// Status: a page was absent; only the bytes before it are done.
 const PAGE_FAULT: u8 = 0x03;
 /// Status: the system could not provide the page.
 const PAGE_REQUEST_FAILED: u8 = 0x04;
@@ -47,27 +47,27 @@ const _: () = assert!(size_of::<Record>() == RECORD);
 pub enum Completion {
     /// The descriptor is not done.
     Pending,
-    /// Done. The result is 0 where a comparison found no difference.
+    /// The descriptor is done.
     Done {
-        /// 0 or 1.
+        /// True if the record's result is not 0: a comparison found a difference.
         differs: bool,
     },
-    /// Some bytes are done; then a page was absent or unreachable. The CPU must continue.
+    /// The device stopped at an absent or unreachable page. The CPU must continue from there.
     Fault {
         /// True if a difference was already found.
         differs: bool,
         /// Bytes done before the fault.
         completed: u32,
     },
-    /// Some descriptors of a batch failed. Each has its own record; a record that is still pending belongs to a descriptor that
-    /// was never read.
+    /// Some descriptors of a batch failed. Each descriptor has its own record. A record that is still pending belongs to a
+    /// descriptor that the device did not read.
     BatchFailed,
-    /// The device failed; its status code.
+    /// The device failed with this status code.
     Failed(u8),
 }
 
 impl Record {
-    /// Makes the record pending, for the next descriptor to submit.
+    /// Resets the record to pending, before the next submission.
     pub fn clear(&self) {
         self.result.store(0, Ordering::Relaxed);
         self.completed.store(0, Ordering::Relaxed);
@@ -91,7 +91,7 @@ impl Record {
         }
     }
 
-    /// Writes the record as a device does: the status after everything else.
+    /// Writes the record as a device does: the status last.
     pub fn complete(&self, status: u8, result: u8, completed: u32, fault_address: u64) {
         self.result.store(result, Ordering::Relaxed);
         self.completed.store(completed, Ordering::Relaxed);

@@ -16,7 +16,7 @@ use super::portal::{Portal, Submitted};
 use super::queue::{Node, QueueError, enter, takes_batches};
 use super::{CpuFeatures, Mode, zero};
 
-/// Timeout of the no-op test: a busy host may not schedule the model's thread for long.
+/// Timeout of the no-op test. It is long because a busy host may delay the model's thread.
 const MODEL_PROBE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Opens a simulated queue with this behaviour. Its faults begin after the test of the queue.
@@ -49,7 +49,7 @@ pub fn open(behaviour: Behaviour) -> Result<zero::Device, QueueError> {
     })
 }
 
-/// A model with its thread, which ends with the last reference.
+/// A model and the thread that runs it. The thread ends when the last clone is dropped.
 #[derive(Clone)]
 struct Running(Arc<Thread>);
 
@@ -63,7 +63,7 @@ impl Running {
         let model = Arc::new(model);
         let runs = Arc::clone(&model);
         let run = move || {
-            // The model panics if its user violates a condition; threads that wait for answers would hang.
+            // The model panics if its user violates a condition of `Portal`. Threads that wait for answers would hang.
             if catch_unwind(AssertUnwindSafe(|| runs.run())).is_err() {
                 std::process::abort();
             }
@@ -109,7 +109,7 @@ impl Node for Running {
     }
 }
 
-/// A queue submitted to by the kernel's `write`.
+/// Simulated portal through `write`, with the kernel's restrictions.
 struct ByKernel(Running);
 
 impl Portal for ByKernel {

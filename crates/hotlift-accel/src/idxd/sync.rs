@@ -1,5 +1,5 @@
-//! Types that the threads of [`zero`](super::zero) and of the [model](super::model) share, and their clock. They are
-//! re-exported here, so that `tests/schedules.rs` can replace the scheduler below both.
+//! Synchronisation types and the clock of [`zero`](super::zero) and of the [model](super::model). Both import them from here:
+//! `tests/schedules.rs` replaces this module to control the order of the threads.
 
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 pub(crate) use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};

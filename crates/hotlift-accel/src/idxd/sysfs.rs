@@ -1,8 +1,8 @@
 //! `/sys/bus/dsa/devices`: DSA and IAA devices, their engines and work queues. (The bus is called `dsa`
 //! for both.)
 //!
-//! Attributes are those of the kernel's `sysfs-driver-dma-idxd`. An absent attribute is `None`: older drivers have fewer, and
-//! queues lack those of operations that the device lacks.
+//! The kernel's `sysfs-driver-dma-idxd` documents the attributes. An absent attribute is `None`: older drivers have fewer
+//! attributes, and a queue has none for operations that its device lacks.
 
 use std::ffi::OsStr;
 use std::io::ErrorKind;
@@ -21,7 +21,7 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// Returns the prefix of such a device's name, also the folder of its queues' nodes under `/dev`.
+    /// Returns the prefix of device names. It is also the name of the folder in `/dev` with the nodes of the queues.
     #[must_use]
     pub fn prefix(self) -> &'static str {
         match self {
@@ -54,9 +54,9 @@ pub enum State {
 /// Kind of access to a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// Any number of processes, by ENQCMD, which can report that the queue is full.
+    /// Any number of processes submit, by ENQCMD, which can report that the queue is full.
     Shared,
-    /// One opener, by MOVDIR64B, which must count the queue's used entries itself.
+    /// One process opens the queue and submits, by MOVDIR64B. It must count the used entries itself.
     Dedicated,
 }
 
@@ -65,17 +65,17 @@ pub enum Mode {
 pub struct Device {
     /// Name, as in `dsa0`.
     pub name: String,
-    /// Its function.
+    /// Function of the device.
     pub kind: DeviceKind,
-    /// Its location.
+    /// Location of the device.
     pub place: Place,
     /// Version of the hardware interface: 0x100 is 1.0.
     pub version: Option<u32>,
     /// Enabled or not.
     pub state: Option<State>,
-    /// True if it supports processes' address spaces; required for queues of type user.
+    /// True if the device can use the address spaces of processes (PASID). Queues of type `user` require this.
     pub pasid_enabled: Option<bool>,
-    /// True if its setup can be changed while it is disabled.
+    /// True if the device's setup can be changed while the device is disabled.
     pub configurable: Option<bool>,
     /// The driver's last error; 0 for none.
     pub cmd_status: Option<u32>,
@@ -87,7 +87,7 @@ pub struct Device {
     pub max_transfer_size: Option<u64>,
     /// Number of queues that can be set up.
     pub max_work_queues: Option<u32>,
-    /// Total entries of all its queues.
+    /// Maximum number of entries of all queues together.
     pub max_work_queues_size: Option<u32>,
     /// Engines, sorted by name.
     pub engines: Vec<Engine>,
@@ -100,7 +100,7 @@ pub struct Device {
 pub struct Engine {
     /// Name, as in `engine0.1`.
     pub name: String,
-    /// Its group; `None` if it has none.
+    /// Group of the engine; `None` if it is in no group.
     pub group: Option<u32>,
 }
 
@@ -121,15 +121,15 @@ pub struct WorkQueue {
     pub driver_name: Option<String>,
     /// Name given by the operator.
     pub label: Option<String>,
-    /// Its group; `None` if it has none.
+    /// Group of the queue; `None` if it is in no group.
     pub group: Option<u32>,
     /// Number of entries.
     pub size: Option<u32>,
     /// Entries that unprivileged submitters of a shared queue may use.
     pub threshold: Option<u32>,
-    /// 1 (lowest) to 15 (highest) among the queues of its group.
+    /// Priority among the queues of the group, 1 (lowest) to 15 (highest).
     pub priority: Option<u32>,
-    /// True if a descriptor may make the device wait for a page.
+    /// True if the device may wait for an absent page of a descriptor.
     pub block_on_fault: Option<bool>,
     /// Maximum descriptors of a batch.
     pub max_batch_size: Option<u32>,
@@ -143,11 +143,11 @@ pub struct WorkQueue {
     pub prs_disable: Option<bool>,
     /// Entries in use.
     pub occupancy: Option<u32>,
-    /// The kernel's retries of a submission by `write` to a full queue.
+    /// Number of times that the kernel retries a `write` to a full queue.
     pub enqcmds_retries: Option<u32>,
 }
 
-/// Returns all devices under `root` (`/` for this host), DSA before IAA, by number; none if the driver is not loaded.
+/// Returns all devices, DSA before IAA, sorted by number; none if the driver is not loaded. `root` is `/` except in tests.
 ///
 /// # Errors
 ///
@@ -244,14 +244,15 @@ fn state(folder: &Path) -> Result<Option<State>, SysfsError> {
     }))
 }
 
-/// Returns the PCI address: the device's folder is a link into the folder of its PCI device.
+/// Returns the PCI address of a device; `None` if it has none. The device's folder in sysfs is a link into the folder of its
+/// PCI device.
 fn pci_address(folder: &Path) -> Option<String> {
     let target = folder.canonicalize().ok()?;
     let parent = target.parent()?.file_name()?.to_str()?;
     parent.contains(':').then(|| parent.to_owned())
 }
 
-/// Returns the names in `folder` of the form `prefix` and one number, or two separated by a dot; by number.
+/// Returns the names in `folder` that are `prefix` and one number (`dsa0`), or two with a dot (`wq0.1`). Sorts by number.
 fn names(folder: &Path, prefix: &str) -> Result<Vec<String>, SysfsError> {
     let failed = FileError::reading(folder);
     let entries = match std::fs::read_dir(folder) {

@@ -1,12 +1,12 @@
-//! Wait of the completion thread for a record.
+//! Short waits of the completion thread for a completion record.
 
 use super::CpuFeatures;
 use super::record::{Completion, Record};
 
-/// A short wait, after which all batches in flight are checked again.
+/// A short wait. Afterwards the completion thread checks all batches in flight again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Waiter {
-    /// One iteration of a loop.
+    /// One iteration of a busy loop.
     Pause,
     /// UMONITOR and UMWAIT: the core rests until the record's cache line is written.
     #[cfg(target_arch = "x86_64")]
@@ -24,7 +24,7 @@ impl Waiter {
         Self::Pause
     }
 
-    /// Waits until `record` may be complete, or for some microseconds, because other batches are in flight.
+    /// Waits until `record` may be complete, or for some microseconds: the caller must also check other batches in flight.
     pub(crate) fn wait(self, record: &Record) {
         match self {
             Self::Pause => std::hint::spin_loop(),

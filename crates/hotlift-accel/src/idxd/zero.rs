@@ -5,9 +5,11 @@
 //! completion thread:     poll the records of all batches in flight, wake their waiters; sleep if none
 //! ```
 //!
-//! Batches go to the devices in turn. The CPU checks what a device does not settle, from the first unchecked byte on: page
-//! faults, refused descriptors, a full queue, a device that fails or does not answer. The last two take the device out of
-//! service.
+//! Devices get batches in turn. The CPU checks what a device did not check, from the first unchecked byte on. This happens
+//! after:
+//! - a page fault, or a refused descriptor
+//! - a full queue
+//! - a failure or a timeout of a device, which is then taken out of service
 
 use std::marker::PhantomData;
 use std::time::Duration;
@@ -24,46 +26,45 @@ use super::sync::{
 };
 use super::wait::Waiter;
 
-/// Retries of a full queue, with the value of QEMU's patch series for a batch of 128 pages. After them the CPU checks the rest
-/// of the batch, which also gives the queue time to drain.
+/// Maximum retries of a batch while the queue is full: the value of QEMU's patch series for a batch of 128 pages. Then the CPU
+/// checks the rest of the batch, and the queue can drain.
 const FULL_RETRIES: u32 = 12_800;
 
-/// Consecutive batches that may find the queue full; then the device is taken out of service. A queue that other users have
-/// filled has room sooner. A dead device or disabled queue is not reported otherwise: a shared queue only reports that it is
-/// full.
+/// Consecutive batches rejected by a full queue after which the device is taken out of service. A queue that other processes
+/// have filled has room sooner. A dead device, or a disabled shared queue, only reports a full queue.
 const REFUSED: u32 = 64;
 
-/// Timeout of a batch. A device checks 128 pages in 20 us; a page fault that the system serves takes a millisecond at worst.
+/// Timeout of a batch. A device checks 128 pages in 20 us; a page fault takes a millisecond at worst.
 const DEADLINE: Duration = Duration::from_secs(1);
 
-/// Bytes of a page, in a descriptor's type.
+/// Bytes of a page, with the type of a descriptor's field.
 const PAGE: u32 = 4096;
 const _: () = assert!(PAGE as usize == PAGE_SIZE);
 
 /// A device that executes batches.
 pub struct Device {
-    /// Its node, as in "/dev/dsa/wq4.0".
+    /// Node of the queue, as in "/dev/dsa/wq4.0".
     pub name: String,
-    /// Access to its queue.
+    /// Portal of the queue.
     pub portal: Box<dyn Portal>,
-    /// Maximum batch size; below 2 it accepts no batches.
+    /// Maximum number of descriptors in a batch; below 2, the device accepts no batches.
     pub max_batch: u32,
-    /// Its NUMA node; `None` if the host has only one.
+    /// NUMA node of the device; `None` if the host has only one.
     pub node: Option<u32>,
 }
 
 /// Counts of pages, by device and by CPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ZeroJobs {
-    /// Pages settled by a device.
+    /// Pages checked by a device alone.
     pub hardware: u64,
-    /// Pages settled by the CPU, completely or from where a device stopped.
+    /// Pages checked by the CPU, completely or from the byte at which a device stopped.
     pub software: u64,
     /// Submissions repeated because a queue was full.
     pub retries: u64,
 }
 
-/// Devices, and their batches.
+/// Finds zero pages by devices, for all channels of a migration.
 pub struct ZeroFinder {
     devices: Vec<Service>,
     next: AtomicUsize,
@@ -115,8 +116,8 @@ struct BatchMemory {
     pages: Vec<Page>,
     descriptors: Box<[Descriptor]>,
     records: Box<[Record]>,
-    /// Page counts of the submitted descriptors, from the first page on. A descriptor for one page uses the page's own record;
-    /// one for several pages uses the next of `head_records`.
+    /// Number of pages of each submitted descriptor, in the order of the pages. A descriptor for one page uses the record of
+    /// the page. A batch of several pages uses the next record of `head_records`.
     heads: Vec<usize>,
     head_records: Box<[Record]>,
     /// Index of the device.
@@ -134,7 +135,7 @@ unsafe impl Send for Page {}
 // SAFETY: descriptors hold addresses of this batch's own memory, and of pages that are only read.
 unsafe impl Send for BatchMemory {}
 
-/// A channel's batch of pages, reused from packet to packet. Dropping it waits for a batch in flight.
+/// A channel's batch of pages, reused from packet to packet. Dropping the value waits until the device has finished.
 pub struct ZeroBatch<'a> {
     finder: &'a ZeroFinder,
     flight: Option<Box<BatchMemory>>,
@@ -151,20 +152,20 @@ pub enum PageResult {
     Zero,
     /// The page is not zero.
     Normal,
-    /// The bytes before this one are zero; the CPU must check the rest.
+    /// The bytes before this offset are zero; the CPU must check the rest of the page.
     LookFrom(usize),
 }
 
 impl ZeroFinder {
-    /// Returns a finder on `devices` for memory of NUMA node `home`, if known. It uses the devices of that node in turn, and
-    /// others only if none of them is in service: a page that crosses to another socket costs both sockets bandwidth. A thread
-    /// must run [`ZeroFinder::listen`].
+    /// Creates a finder for memory on NUMA node `home` (`None`: unknown). It uses the devices of that node in turn. It uses
+    /// devices of other nodes only if no device of `home` is in service: a page read from another socket costs bandwidth of
+    /// both sockets. A thread must run [`ZeroFinder::listen`].
     #[must_use]
     pub fn new(devices: Vec<Device>, home: Option<u32>) -> Self {
         Self::with_deadline(devices, home, DEADLINE)
     }
 
-    /// Returns the same with another timeout for a batch.
+    /// Creates a finder like [`ZeroFinder::new`], with another timeout of a batch.
     #[must_use]
     pub fn with_deadline(devices: Vec<Device>, home: Option<u32>, deadline: Duration) -> Self {
         let service = |device: Device| Service {
@@ -186,7 +187,7 @@ impl ZeroFinder {
         }
     }
 
-    /// Returns a batch of at most `pages` pages.
+    /// Returns an empty batch for at most `pages` pages.
     #[must_use]
     pub fn batch(&self, pages: usize) -> ZeroBatch<'_> {
         ZeroBatch {
@@ -227,13 +228,14 @@ impl ZeroFinder {
         self.flights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends [`ZeroFinder::listen`] as soon as nothing is in flight. Batches submitted later are left to the CPU.
+    /// Ends [`ZeroFinder::listen`] as soon as no batch is in flight. The CPU checks batches that are submitted later.
     pub fn close(&self) {
         self.lock().closed = true;
         self.more.notify_all();
     }
 
-    /// Returns every completed batch to its channel, until closed: the work of the completion thread.
+    /// Returns every completed batch to its channel, until [`ZeroFinder::close`] is called. The completion thread runs this
+    /// function.
     pub fn listen(&self) {
         let mut flying = PolledBatches {
             finder: self,
@@ -303,7 +305,7 @@ impl ZeroFinder {
         }
     }
 
-    /// Returns the next device in turn that is in service.
+    /// Returns the next device in turn that is in service; `None` if no device is in service.
     fn choose(&self) -> Option<usize> {
         let first = self.next.fetch_add(1, Ordering::Relaxed);
         let in_turn = |near| {
@@ -318,8 +320,8 @@ impl ZeroFinder {
     }
 }
 
-/// Batches that the completion thread polls. If that thread panics, they are returned as lost; later batches are left to the
-/// CPU.
+/// Batches that the completion thread polls. If this thread panics, the batches are returned as lost, and the CPU checks later
+/// batches.
 struct PolledBatches<'a> {
     finder: &'a ZeroFinder,
     list: Vec<(Box<BatchMemory>, Arc<Slot>)>,
@@ -362,7 +364,7 @@ enum PollResult {
 }
 
 impl Service {
-    /// Counts a batch that found the queue full.
+    /// Counts a batch that a full queue rejected. Takes the device out of service after [`REFUSED`] consecutive ones.
     fn was_full(&self) {
         if self.refused.fetch_add(1, Ordering::Relaxed) + 1 >= REFUSED {
             let reason = format!("its queue was full for {REFUSED} batches in a row");
@@ -377,7 +379,7 @@ impl Slot {
         self.wake.notify_all();
     }
 
-    /// Leaks the memory of a batch, to which a device may still write.
+    /// Leaks the memory of a batch, to which a device may still write, and returns the batch to its channel as lost.
     fn lose(&self, flight: Box<BatchMemory>) {
         let pages = flight.pages.len();
         std::mem::forget(flight);
@@ -399,7 +401,7 @@ impl Slot {
 }
 
 impl BatchMemory {
-    /// Returns room for that number of pages.
+    /// Allocates the memory of a batch of at most `pages` pages.
     fn new(pages: usize) -> Box<Self> {
         let records = |count| (0..count).map(|_| Record::default()).collect();
         Box::new(Self {
@@ -413,7 +415,7 @@ impl BatchMemory {
         })
     }
 
-    /// Returns the records that together complete the batch.
+    /// Returns the records of the submitted descriptors. The batch is complete when all these records are complete.
     fn head_records(&self) -> impl Iterator<Item = &Record> {
         let mut first = 0;
         let mut batch = 0;
@@ -436,7 +438,7 @@ impl BatchMemory {
 }
 
 impl<'a> ZeroBatch<'a> {
-    /// Adds a page.
+    /// Adds a page to the batch.
     ///
     /// # Panics
     ///
@@ -450,7 +452,7 @@ impl<'a> ZeroBatch<'a> {
         flight.pages.push(Page(page.as_ptr()));
     }
 
-    /// Submits the pages to a device and returns without waiting.
+    /// Submits the pages to a device and returns without waiting. Does nothing if the batch is in flight.
     pub fn submit(&mut self) {
         let Some(mut flight) = self.flight.take() else {
             return;
@@ -542,8 +544,8 @@ impl<'a> ZeroBatch<'a> {
             .fetch_add(retries.into(), Ordering::Relaxed);
     }
 
-    /// Waits for the device and passes the verdict on each page, in order; the batch is empty afterwards. Returns without
-    /// verdicts if it was not submitted. The batch is empty even if `verdict` panics.
+    /// Waits for the device and calls `verdict` with the result of each page, in order. The batch is empty afterwards, even if
+    /// `verdict` panics. Returns at once, without a call, if the batch was not submitted.
     pub fn wait(&mut self, mut verdict: impl FnMut(PageResult)) {
         if self.flight.is_some() {
             return;

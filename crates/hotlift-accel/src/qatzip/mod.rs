@@ -1,4 +1,4 @@
-//! Members of `qatzip` by Intel's QAT, through libqatzip.
+//! Processes the gzip members of method `qatzip` by Intel's QAT, through libqatzip.
 //!
 //! | file | subject |
 //! |---|---|
@@ -14,13 +14,13 @@ use hotlift_methods::qatzip;
 use session::{Backend, Session};
 use sys::{Library, SONAME, VARIABLE};
 
-/// Returns the accelerator.
+/// Returns the accelerator of method `qatzip`.
 pub(crate) const fn hardware() -> Hardware {
     let open = Open::Members(|direction, level| Session::open(Backend::Hardware, direction, level));
     Hardware::new("qatzip", [SONAME, VARIABLE], open, trial)
 }
 
-/// Passes members through the hardware and back.
+/// Tests the hardware: compresses members and decompresses the result.
 fn trial(hardware: &Hardware) -> Result<String, String> {
     qatzip::trial(hardware)?;
     Ok(hardware.file())

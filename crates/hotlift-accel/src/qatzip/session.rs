@@ -1,11 +1,11 @@
 //! Sessions with the hardware.
 //!
-//! A packet is one call: the library submits all its members before it waits, so that they are compressed in parallel. A call
-//! per member would wait for each alone.
+//! A packet is one call: the library submits all members of the packet before it waits, and the device compresses them in
+//! parallel. With a call per member, each member would be compressed alone.
 //!
-//! The library copies all input outside its pinned memory. We copy once instead, to our own buffers in pinned memory. Neither
-//! it nor the device ever gets a pointer into guest memory or a payload, so late writes of the device after a failed call do no
-//! damage.
+//! The library copies input that is outside its pinned memory. To avoid this, a packet is copied once, to buffers of this
+//! module in pinned memory. The library and the device never get a pointer into guest memory or a payload. So late writes of
+//! the device after a failed call do no damage.
 //!
 //! A call waits for the device without timeout. A thread of the library watches the device's heartbeat, and ends the calls of a
 //! stopped device.
@@ -22,13 +22,13 @@ use super::sys::{self, Library};
 /// Bytes of QEMU's largest packet, the initial size of buffers.
 const PACKET: usize = 128 * PAGE_SIZE;
 
-/// Implementation behind a session.
+/// Executor of a session's calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Backend {
     /// The device only, without a software fallback.
     Hardware,
-    /// The library's own software, unless there is a device: for tests of the library's interface and for comparisons. It is
-    /// slower than our software, and without a device every call uses up one of the process's thread keys.
+    /// The library's own software if the host has no device: for tests of the library's interface and for comparisons. It is
+    /// slower than the software of `hotlift-methods`. Without a device, every call uses up one of the process's thread keys.
     LibrarySoftware,
 }
 
@@ -38,7 +38,7 @@ impl Backend {
     }
 }
 
-/// One direction of one channel.
+/// Session of libqatzip, for one direction of one channel.
 pub(super) struct Session {
     library: &'static Library,
     backend: Backend,
@@ -53,11 +53,11 @@ pub(super) struct Session {
 unsafe impl Send for Session {}
 
 impl Session {
-    /// Returns a session of that level, 1 to 9; decompression ignores the level.
+    /// Opens a session of that level, 1 to 9; decompression ignores the level.
     ///
     /// # Errors
     ///
-    /// The library's error; for backend hardware also a fallback to software.
+    /// The library's error. With [`Backend::Hardware`], also an error if the session would run in software.
     pub(super) fn open(
         backend: Backend,
         direction: Direction,
@@ -139,7 +139,7 @@ impl Session {
 }
 
 impl MemberDevice for Session {
-    /// Returns the maximum bytes of a member: the software makes one member per packet.
+    /// Returns the maximum uncompressed bytes of a member. The library's software has no limit: it makes one member per packet.
     fn largest_member(&self) -> usize {
         match self.backend {
             Backend::Hardware => LARGEST_MEMBER,
@@ -182,7 +182,7 @@ impl MemberDevice for Session {
             return Err(format!("{}: {}", self.call(), with_code(sys::NO_HARDWARE)).into());
         }
         let (taken, given) = (taken as usize, given as usize);
-        // A call that runs out of room reports success.
+        // A call whose output does not fit also reports success.
         if taken != bytes.len() || given > room {
             return Err(format!(
                 "{} took {taken} of {} bytes and gave {given}",
@@ -227,7 +227,7 @@ fn with_code(code: i64) -> String {
     format!("{} ({code})", sys::meaning(code))
 }
 
-/// Memory of the library: pinned, or common if no pinned memory is left. The library copies the latter.
+/// Memory allocated by the library: pinned, or common if no pinned memory is left. The library copies data from common memory.
 struct Buffer {
     library: &'static Library,
     ptr: NonNull<u8>,
@@ -248,7 +248,7 @@ impl Buffer {
         Ok(Self { library, ptr, len })
     }
 
-    /// Makes room for `len` bytes. A buffer that grows loses its content.
+    /// Enlarges the buffer to at least `len` bytes. A buffer that grows loses its content.
     fn hold(&mut self, library: &'static Library, len: usize) -> Result<(), String> {
         if len > self.len {
             *self = Self::new(library, len)?;

@@ -1,4 +1,5 @@
-//! The used part of libqatzip's interface. Layouts and codes are the same in 1.3.1 and 2.0.0, which share the soname.
+//! The part of libqatzip's interface that Hotlift uses. Layouts and codes are the same in 1.3.1 and 2.0.0, which share the
+//! soname.
 
 use std::ffi::{c_int, c_void};
 
@@ -6,10 +7,10 @@ use hotlift_methods::functions;
 
 /// Soname that guarantees the layouts below.
 pub(super) const SONAME: &str = "libqatzip.so.3";
-/// Environment variable that names another file for it.
+/// Environment variable that can name another file for the library.
 pub(super) const VARIABLE: &str = "HOTLIFT_LIBQATZIP";
 
-/// `QZ_OK`; as a session's status: it runs on the hardware.
+/// `QZ_OK`. As a session's status: the session runs on the hardware.
 pub(super) const OK: c_int = 0;
 /// `QZ_DUPLICATE`: the process initialised the library already.
 pub(super) const DUPLICATE: c_int = 1;
@@ -77,7 +78,7 @@ pub(super) struct Params {
 }
 
 functions! {
-    /// libqatzip, which has no constructors beyond those of the C runtime.
+    /// libqatzip. Its only constructors are those of the C runtime, so opening it is sound.
     #[expect(non_snake_case, reason = "each function has its name in C")]
     pub(super) struct Library(SONAME, Some(VARIABLE)) {
         /// `int qzInit(QzSession_T *, unsigned char sw_backup)`.
@@ -104,7 +105,7 @@ functions! {
     }
 }
 
-/// Returns the meaning of a code, in the header's order.
+/// Returns the meaning of a code of the library, for messages.
 pub(super) fn meaning(code: i64) -> &'static str {
     match code {
         1 => "initialised already",

@@ -2,8 +2,8 @@
 //!
 //! Compression is a single pass with fixed Huffman codes, as in QEMU. Codes per page would raise the ratio by a factor of 1.39
 //! (2.71 instead of 1.95 on Silesia's pages, libqpl 1.9.0). But they need a second pass through the device, which halves its
-//! rate, and the CPU has to make the codes and submit again: work that the device should save. Users who want ratio have zstd.
-//! The device does not verify its output, which would be a third pass.
+//! rate. The CPU would also have to make the codes and submit again: work that the device should save. Users who want ratio can
+//! select `zstd`. The device does not verify its output, which would take another pass.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
@@ -14,15 +14,15 @@ use hotlift_methods::device::{Collected, Direction, PageDevice, PageFailure, Sub
 
 use super::sys::{self, Library};
 
-/// Maximum jobs in flight of one encoder or decoder: the pages of a multifd packet. Each takes 189 KB of memory for the
-/// library, allocated when first needed.
+/// Maximum jobs in flight of one encoder or decoder: the pages of a multifd packet. A job takes 189 KB of memory for the
+/// library, which is allocated when the job is first needed.
 const JOBS: usize = 128;
-/// Timeout of a job, from the wait on. The device takes microseconds, and the slowest of 25,000 page faults half a millisecond
-/// (QEMU's measurement). A thousand times that is ample.
+/// Timeout of a job, from the start of the wait. The device takes microseconds. The slowest of 25,000 page faults took half a
+/// millisecond (QEMU's measurement); the timeout is a thousand times that.
 const DEADLINE: Duration = Duration::from_millis(500);
-/// Polls of a job before the thread yields in between: some 10 microseconds, in which an idle device completes a page.
+/// Polls of a job before the thread yields between polls. They take about 10 us, in which an idle device completes a page.
 const SPINS: u32 = 256;
-/// Alignment of a job, from the completion records inside.
+/// Alignment of a job in bytes, which the completion records in the job require.
 const ALIGN: usize = 64;
 
 /// Executor of libqpl's jobs.
@@ -34,7 +34,7 @@ pub(super) enum Path {
     Software,
 }
 
-/// The jobs.
+/// The jobs of one encoder or decoder.
 pub(super) struct Pool {
     library: &'static Library,
     path: Path,
@@ -44,9 +44,9 @@ pub(super) struct Pool {
     slots: usize,
     /// Jobs set up so far.
     jobs: Vec<Memory>,
-    /// Output of the jobs, a page per job. All pages are touched, since device page faults are slow.
+    /// Output of the jobs, a page per job. All pages are touched in advance, since page faults of the device are slow.
     output: Memory,
-    /// Status of the last job on the software path, where a job ends inside its submission.
+    /// Status of the last job on the software path: the job ends during its submission.
     done: u32,
 }
 
@@ -54,7 +54,7 @@ pub(super) struct Pool {
 unsafe impl Send for Pool {}
 
 impl Pool {
-    /// Returns jobs of that path, one of which is set up.
+    /// Allocates the jobs of that path, and initialises the first one.
     ///
     /// # Errors
     ///
@@ -235,7 +235,7 @@ struct Memory {
 }
 
 impl Memory {
-    /// Returns zeroes of that layout, which has a size.
+    /// Returns zeroed memory of that layout, which must not be empty; `None` if memory runs out.
     fn zeroed(layout: Layout) -> Option<Self> {
         // SAFETY: both callers' layouts have a size: a job's head at least, a page at least.
         let ptr = NonNull::new(unsafe { alloc_zeroed(layout) })?;

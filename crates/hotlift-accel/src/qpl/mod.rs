@@ -1,4 +1,4 @@
-//! Pages of `qpl` by Intel's IAA, through libqpl.
+//! Processes the pages of method `qpl` by Intel's IAA, through libqpl.
 
 mod jobs;
 mod sys;
@@ -9,13 +9,13 @@ use hotlift_methods::qpl;
 use jobs::{Path, Pool};
 use sys::{Library, SONAME, VARIABLE};
 
-/// Returns the accelerator.
+/// Returns the accelerator of method `qpl`.
 pub(crate) const fn hardware() -> Hardware {
     let open = Open::Pages(|direction| Pool::open(Path::Hardware, direction));
     Hardware::new("qpl", [SONAME, VARIABLE], open, trial)
 }
 
-/// Passes a page through a hardware job and back.
+/// Tests the hardware: compresses a page and decompresses the result.
 fn trial(hardware: &Hardware) -> Result<String, String> {
     let name = Library::get()?.name();
     qpl::trial(hardware).map_err(|reason| format!("{name}: {reason}"))?;

@@ -1,5 +1,5 @@
-//! The used part of libqpl's C interface, after the public headers of QPL 1.2 to 1.9 (`qpl/c_api/job.h`, `defs.h`, `status.h`;
-//! MIT), which agree here.
+//! The part of libqpl's C interface that Hotlift uses, after the public headers of QPL 1.2 to 1.9 (`qpl/c_api/job.h`, `defs.h`,
+//! `status.h`; MIT). The headers of all these versions agree in this part.
 
 use std::ffi::{CStr, c_char, c_void};
 
@@ -7,7 +7,7 @@ use hotlift_methods::functions;
 
 /// Soname that guarantees the layouts below.
 pub(super) const SONAME: &str = "libqpl.so.1";
-/// Environment variable that names another file for it.
+/// Environment variable that can name another file for the library.
 pub(super) const VARIABLE: &str = "HOTLIFT_LIBQPL";
 
 /// `qpl_path_hardware`. (`qpl_path_auto` is never used: it does not report the path of a job.)
@@ -39,7 +39,7 @@ pub(super) const MORE_OUTPUT_NEEDED: u32 = 2;
 /// `QPL_STS_QUEUES_ARE_BUSY_ERR`.
 pub(super) const QUEUES_ARE_BUSY: u32 = 5;
 
-/// The head of `qpl_job`: the only fields used. The library reports the total size and owns the rest.
+/// The first fields of `qpl_job`; no others are used. The library reports the total size and owns the rest.
 #[repr(C)]
 pub(super) struct Job {
     pub(super) next_in: *const u8,
@@ -60,7 +60,7 @@ pub(super) struct Job {
 }
 
 functions! {
-    /// libqpl, whose constructors fill its own tables.
+    /// libqpl. Its constructors only fill its own tables.
     pub(super) struct Library(SONAME, Some(VARIABLE)) {
         /// `const char *qpl_get_library_version(void)`.
         qpl_get_library_version: fn() -> *const c_char,

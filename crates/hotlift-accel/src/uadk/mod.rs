@@ -1,4 +1,4 @@
-//! Pages of `uadk` by HiSilicon's accelerator, through libwd.
+//! Processes the pages of method `uadk` by HiSilicon's accelerator, through libwd.
 
 mod session;
 mod sys;
@@ -9,7 +9,7 @@ use hotlift_methods::uadk;
 use session::{Session, ready};
 use sys::{SONAME, VARIABLE};
 
-/// Returns the accelerator.
+/// Returns the accelerator of method `uadk`.
 pub(crate) const fn hardware() -> Hardware {
     Hardware::new(
         "uadk",
@@ -19,7 +19,7 @@ pub(crate) const fn hardware() -> Hardware {
     )
 }
 
-/// Passes a page through a session and back.
+/// Tests the hardware: compresses a page and decompresses the result.
 fn trial(hardware: &Hardware) -> Result<String, String> {
     ready()?;
     uadk::trial(hardware).map_err(|reason| format!("libwd_comp: {reason}"))?;

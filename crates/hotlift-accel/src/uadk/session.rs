@@ -1,4 +1,4 @@
-//! A channel's session with the device: one page at a time; the library waits.
+//! A channel's session with the device. It processes one page at a time, and the library waits for the device.
 //!
 //! The library also defines the timeout: 200 million polls, which take seconds. Another timeout would need our own contexts and
 //! scheduler.
@@ -19,14 +19,14 @@ pub(super) struct Session {
     library: &'static Library,
     handle: usize,
     direction: Direction,
-    /// Output of the device; all pages touched.
+    /// Output of the device. All pages are touched in advance.
     output: Box<[u8; ROOM]>,
-    /// Result of the last request, until it is collected.
+    /// Code, status and output length of the last request, until it is collected.
     done: (c_int, u32, u32),
 }
 
 impl Session {
-    /// Returns a session of that direction.
+    /// Opens a session for that direction.
     ///
     /// # Errors
     ///
@@ -35,7 +35,7 @@ impl Session {
         let library = ready()?;
         let op_type = op_type(direction);
         let mut params = sys::SchedParams {
-            // As in QEMU: the first node's device, or the next node's.
+            // As in QEMU: a device of the first node, or of the next node.
             numa_id: 0,
             op_type: u8::try_from(op_type).unwrap_or(0),
             mode: 0,
@@ -66,8 +66,8 @@ impl Session {
     }
 }
 
-/// Returns the library with the device, initialised once per process. The process keeps the device's contexts. QEMU releases
-/// them at the end of each channel, which takes them from the other channels.
+/// Returns the library. The first call in the process also initialises the device. The process keeps the device's contexts.
+/// QEMU releases the contexts at the end of each channel, and so takes them from the other channels.
 pub(super) fn ready() -> Result<&'static Library, String> {
     static READY: OnceLock<Result<(), String>> = OnceLock::new();
     let library = Library::get()?;

@@ -1,5 +1,5 @@
-//! The used part of libwd_comp's C interface, after the public headers of Linaro/uadk (`include/wd_comp.h` of commit 020bb7d,
-//! `wd_alg_common.h` of 00026b6, `wd.h` and `wd_sched.h` of 00efb97; Apache-2.0).
+//! The part of libwd_comp's C interface that Hotlift uses, after the public headers of Linaro/uadk (`include/wd_comp.h` of
+//! commit 020bb7d, `wd_alg_common.h` of 00026b6, `wd.h` and `wd_sched.h` of 00efb97; Apache-2.0).
 //!
 //! Later headers have longer structures, whose new fields are zero by default.
 
@@ -9,11 +9,11 @@ use hotlift_methods::functions;
 
 /// Soname that guarantees the layouts below.
 pub(super) const SONAME: &str = "libwd_comp.so.2";
-/// Environment variable that names another file for it.
+/// Environment variable that can name another file for the library.
 pub(super) const VARIABLE: &str = "HOTLIFT_LIBWD";
 
-/// Zeroes after each structure, in case a later library reads more: in later headers, the setup has a table of memory functions
-/// there.
+/// Zero bytes after each structure, for a later library that reads more. In later headers, the setup continues with a table of
+/// memory functions.
 pub(super) const SLACK: usize = 256;
 
 /// `SCHED_POLICY_RR`: round robin over the contexts.
@@ -83,7 +83,7 @@ pub(super) struct Request {
 }
 
 functions! {
-    /// libwd_comp, whose constructors open its drivers.
+    /// libwd_comp. Its constructors open its drivers.
     pub(super) struct Library(SONAME, Some(VARIABLE)) {
         /// `int wd_comp_init2_(char *, __u32, int, struct wd_ctx_params *)`.
         wd_comp_init2_: fn(*mut c_char, u32, c_int, *mut c_void) -> c_int,
