@@ -21,7 +21,8 @@ pub fn thread_cpu_time() -> Duration {
 pub struct RunQueue(Option<File>);
 
 impl RunQueue {
-    /// Opens the statistics of the calling thread; empty if the kernel has none (`CONFIG_SCHED_INFO`).
+    /// Opens the scheduler statistics of the calling thread. If the kernel has none (no `CONFIG_SCHED_INFO`), the wait time is
+    /// 0.
     #[must_use]
     pub fn of_this_thread() -> Self {
         Self(File::open("/proc/thread-self/schedstat").ok())
@@ -57,7 +58,7 @@ mod tests {
         let on_one_cpu = || {
             sched_setaffinity(None, &one).expect("affinity");
             let queue = RunQueue::of_this_thread();
-            // Each thread has the CPU for a part of the other's time.
+            // Two threads share the CPU, so each of them waits.
             while thread_cpu_time() < Duration::from_millis(50) {}
             queue.waited()
         };

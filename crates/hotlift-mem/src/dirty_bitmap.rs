@@ -1,16 +1,17 @@
-//! Bitmap of the pages to send: one bit for each page, shared by all threads of a side.
+//! Bitmap of the pages to send: one bit for each page, shared by all threads of one side of a migration.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// One bit for each page of a RAM block (QEMU's `RAMBlock::bmap`), initially clear.
 ///
-/// A taker clears bits *before* it reads their pages; a marker sets a page's bit *after* it wrote the page. All changes are
-/// read-modify-write operations with acquire and release on one word. So either the taker sees the write, or the bit is set
-/// after the taker's clear and stays. This is why no method skips the change if a bit is already set: even on x86, a plain load
-/// may pass the page write in the store buffer. The taker would then read the old page under a consumed bit.
+/// A thread that takes a page clears the bit *before* it reads the page. A thread that marks a page sets the bit *after* it
+/// wrote the page. All changes are read-modify-write operations with acquire and release on one word. So either the taking
+/// thread sees the write, or the bit is set again after the clear. For this reason no method skips the change if a bit is
+/// already set. Even on x86, a plain load may run before a page write that is still in the store buffer. The taking thread
+/// would then read the old page, and the mark would be lost.
 ///
-/// Pages past the end do not exist: setting them has no effect and is not counted.
+/// Pages past the end do not exist: marking them has no effect and is not counted.
 #[derive(Debug)]
 pub struct DirtyBitmap {
     words: Box<[AtomicU64]>,
@@ -18,10 +19,11 @@ pub struct DirtyBitmap {
 }
 
 impl DirtyBitmap {
-    /// Creates a clear bitmap for `pages` pages. Writes allocate its memory, since a peer or a file may give the number.
+    /// Creates a clear bitmap for `pages` pages. Its memory is allocated when bits are set, because a peer or a file may give a
+    /// large number.
     pub fn new(pages: usize) -> Self {
         const { assert!(align_of::<AtomicU64>() == align_of::<u64>()) };
-        // The allocator does not write zeros that it gets from the kernel.
+        // The allocator does not write to memory that the kernel has already zeroed.
         let words = vec![0_u64; pages.div_ceil(64)].into_boxed_slice();
         let words = Box::into_raw(words) as *mut [AtomicU64];
         // SAFETY: only this function owns the box; an AtomicU64 has a u64's size, bits and, as asserted, alignment.
@@ -39,7 +41,7 @@ impl DirtyBitmap {
         self.words.len()
     }
 
-    /// Marks `page`; returns true if it was clear.
+    /// Marks `page`; returns true if it was not marked before.
     pub fn set(&self, page: usize) -> bool {
         if page >= self.pages {
             return false;
@@ -48,7 +50,7 @@ impl DirtyBitmap {
         self.words[page / 64].fetch_or(bit, Ordering::AcqRel) & bit == 0
     }
 
-    /// Marks `pages` pages from `first` on; returns the number that were clear.
+    /// Marks `pages` pages from `first` on; returns the number of pages that were not marked before.
     pub fn set_range(&self, first: usize, pages: usize) -> u64 {
         self.each_word(first, pages, |word, mask| {
             mask & !word.fetch_or(mask, Ordering::AcqRel)
@@ -60,31 +62,31 @@ impl DirtyBitmap {
         self.set_range(0, self.pages);
     }
 
-    /// Clears `pages` pages from `first` on; returns the number that were marked.
+    /// Clears `pages` pages from `first` on; returns the number of pages that were marked.
     pub fn clear_range(&self, first: usize, pages: usize) -> u64 {
         self.each_word(first, pages, |word, mask| {
             mask & word.fetch_and(!mask, Ordering::AcqRel)
         })
     }
 
-    /// Returns true if `page` is marked.
+    /// Returns true if `page` is marked; false past the end.
     pub fn test(&self, page: usize) -> bool {
         page < self.pages && self.words[page / 64].load(Ordering::Acquire) >> (page % 64) & 1 == 1
     }
 
-    /// Takes the 64 pages from `64 * index` on: returns their bits (the lowest is the first page) and clears them atomically,
-    /// so that each mark has one taker. Zero past the end.
+    /// Returns the bits of the 64 pages from `64 * index` on and clears them atomically: each mark is returned to one thread
+    /// only. The lowest bit is the first page. Returns 0 past the end.
     pub fn take_word(&self, index: usize) -> u64 {
         match self.words.get(index) {
-            // The load before the swap keeps clear words (most, in late rounds) shared between the caches of the takers. It
-            // consumes nothing, so it may miss a mark, which then stays.
+            // The load before the swap keeps clear words shared between the caches of the threads; in late rounds most words
+            // are clear. If the load misses a mark, the mark stays.
             Some(word) if word.load(Ordering::Relaxed) != 0 => word.swap(0, Ordering::AcqRel),
             _ => 0,
         }
     }
 
-    /// Marks the pages whose bits are set in `from`, the lowest bit of `from[0]` being page `64 * first_word` (the layout of
-    /// KVM's dirty log). Returns the number that were clear.
+    /// Marks the pages whose bits are set in `from`. The lowest bit of `from[0]` is page `64 * first_word`, as in KVM's dirty
+    /// log. Returns the number of pages that were not marked before.
     pub fn or_words(&self, first_word: usize, from: &[u64]) -> u64 {
         let Some(words) = self.words.get(first_word..) else {
             return 0;
@@ -106,12 +108,13 @@ impl DirtyBitmap {
         self.words.iter().map(ones).sum()
     }
 
-    /// Returns the bits of word `index` that represent pages.
+    /// Returns a mask of the bits of word `index` that represent pages.
     fn valid_bits(&self, index: usize) -> u64 {
         bits(0..(self.pages - index * 64).min(64))
     }
 
-    /// Applies `change` to each word of the range with the mask of its bits, and counts the bits that it returns.
+    /// Calls `change` for each word of the range, with the mask of the range's bits in this word. Returns the number of bits
+    /// that `change` returned.
     fn each_word(
         &self,
         first: usize,
@@ -132,7 +135,7 @@ impl DirtyBitmap {
     }
 }
 
-/// Returns the bits of `range`, which is not empty and ends at 64 or before.
+/// Returns a word with the bits of `range` set. `range` must not be empty, and must end at 64 or before.
 fn bits(range: Range<usize>) -> u64 {
     (u64::MAX >> (64 - range.len())) << range.start
 }

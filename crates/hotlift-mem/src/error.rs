@@ -69,17 +69,17 @@ pub enum MemError {
         /// Given number of words.
         got: usize,
     },
-    /// This process cannot use userfaultfd, or it does not work.
+    /// This process cannot use userfaultfd, or a call of userfaultfd failed.
     #[error(
         "cannot serve page faults: userfaultfd needs read and write access to /dev/userfaultfd, root, or \
          vm.unprivileged_userfaultfd=1"
     )]
     NoUserfault {
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// The RAM block's kind of memory does not support missing pages.
+    /// The RAM block's kind of memory does not support missing pages (userfaultfd).
     #[error(
         "cannot serve page faults of RAM block {block}: it is neither anonymous memory nor a memfd or tmpfs file mapped \
          shared, or has huge pages (hugetlbfs)"
@@ -87,11 +87,11 @@ pub enum MemError {
     NotLazy {
         /// Name of the RAM block.
         block: String,
-        /// The kernel's answer, if it was asked.
+        /// The kernel's error; `None` if the kernel was not called.
         #[source]
         source: Option<io::Error>,
     },
-    /// The kernel refused a call on the RAM block's memory.
+    /// The kernel rejected a call on the RAM block's memory.
     #[error("cannot {action} RAM block {block} ({len:#x} bytes)")]
     Kernel {
         /// The action, as a verb phrase ("map").
@@ -100,7 +100,7 @@ pub enum MemError {
         block: String,
         /// Length of the affected range in bytes.
         len: usize,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },

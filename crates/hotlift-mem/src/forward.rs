@@ -1,4 +1,4 @@
-//! Forwards bytes from one socket to another by reference: a relay needs no copy of its own.
+//! Forwards bytes from one socket to another by reference: a relay does not copy them.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -11,9 +11,9 @@ use crate::splice::Pipe;
 
 /// Moves bytes between two sockets through a pipe of references (`splice` both ways).
 ///
-/// Between a UNIX socket and TCP over loopback, in packets of 512 KiB, the two copies into and out of a buffer are a relay's
-/// cost of method none. With references only the system calls remain. Received pages have no other owner, so nothing can change
-/// them on the way.
+/// With method `none`, a relay's main cost is two copies, into and out of a buffer (measured between a UNIX socket and TCP over
+/// loopback, in packets of 512 KiB). With references only the system calls remain. Only the kernel refers to received pages, so
+/// nothing can change them on the way.
 ///
 /// A splice to a closed socket raises SIGPIPE: the process must ignore it, which is the default of Rust programs.
 #[derive(Debug)]
@@ -32,8 +32,8 @@ impl Forwarder {
         })
     }
 
-    /// Sends a copy of `head` to `to`, and then exactly `bytes` bytes from `from`. Both sockets must be blocking. An early end
-    /// of `from` is `UnexpectedEof`.
+    /// Sends a copy of `head` to `to`, and then exactly `bytes` bytes from `from`. Both sockets must be blocking. Fails with
+    /// `UnexpectedEof` if `from` ends early.
     pub fn forward(
         &mut self,
         from: BorrowedFd<'_>,
@@ -41,7 +41,7 @@ impl Forwarder {
         head: &[u8],
         bytes: usize,
     ) -> io::Result<()> {
-        // Without the flag TCP sends a packet of only the head.
+        // Without this flag, TCP would send the head as a packet of its own.
         let flags = if bytes > 0 { libc::MSG_MORE } else { 0 };
         send_segments(to, self.scratch.fill(&[head], &[]), flags)?;
         if bytes == 0 {

@@ -1,4 +1,4 @@
-//! A run of guest bytes, with the only functions that copy them in and out.
+//! A run of guest bytes. Only its functions copy bytes into and out of guest memory.
 
 use std::marker::PhantomData;
 use std::ptr;
@@ -38,7 +38,7 @@ impl<'a> GuestRun<'a> {
         }
     }
 
-    /// Creates a run over a borrowed buffer, so that functions for guest memory can fill it.
+    /// Creates a run over a borrowed buffer, for functions that take guest memory.
     pub fn of_buffer(buffer: &'a mut [u8]) -> Self {
         Self {
             ptr: buffer.as_mut_ptr(),
@@ -69,7 +69,7 @@ impl<'a> GuestRun<'a> {
         unsafe { zero::is_zero_raw(self.ptr, self.len) }
     }
 
-    /// Copies the run out, as `memcpy` does.
+    /// Copies the run to `to`, as `memcpy` does.
     ///
     /// # Panics
     ///
@@ -82,7 +82,7 @@ impl<'a> GuestRun<'a> {
         unsafe { ptr::copy_nonoverlapping(self.ptr, to.as_mut_ptr(), self.len) }
     }
 
-    /// Copies `from` in, as `memcpy` does.
+    /// Copies `from` to the run, as `memcpy` does.
     ///
     /// # Panics
     ///
@@ -94,7 +94,7 @@ impl<'a> GuestRun<'a> {
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), self.ptr, self.len) }
     }
 
-    /// Copies `from` in, with stores past the caches: for pages that are not read soon.
+    /// Copies `from` to the run with stores that bypass the caches: for pages that are not read soon.
     ///
     /// # Panics
     ///

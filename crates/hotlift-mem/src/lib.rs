@@ -1,16 +1,16 @@
-//! Guest memory for live migration: the engine's needs in addition to vm-memory's mapping types.
+//! Guest memory for live migration, in addition to vm-memory's mapping types.
 //!
 //! | file | part of the data path |
 //! |---|---|
 //! | `ram_block` | maps guest memory under its name on the wire |
 //! | `populate` | allocates memory before its pages arrive |
 //! | `userfault` | loads pages when the guest touches them |
-//! | `dirty_bitmap` | marks dirty pages, and hands them to the sender |
+//! | `dirty_bitmap` | marks dirty pages, and returns them to the sending threads |
 //! | `untouched` | lists never written pages without reading them, with the kernel's help |
 //! | `numa` | finds the NUMA node of memory |
 //! | `zero` | detects zero pages |
 //! | `guest_run` | copies guest memory in and out |
-//! | `stream_copy` | writes pages past the caches, if they are not read soon |
+//! | `stream_copy` | writes pages that are not read soon, with stores that bypass the caches |
 //! | `sock`, `splice` | send pages to a socket, or receive them, without a copy |
 //! | `forward` | forwards pages from socket to socket without a copy |
 //!
@@ -20,10 +20,10 @@
 //! # Sharing memory with a running guest
 //!
 //! The guest writes while its pages are read, so this crate never creates a `&[u8]` or `&mut [u8]` to guest memory: a reference
-//! would promise the compiler that the bytes do not change. Guest bytes are accessed only through raw pointers, by copies,
-//! vector loads and system calls whose result is a private value. Such a read may be torn. This is harmless because of the
-//! order that every caller keeps: a page's dirty bit is fetched and cleared *before* the page is read. A write that tears the
-//! read marks the page again, so it is sent again.
+//! would promise the compiler that the bytes do not change. Guest bytes are accessed only through raw pointers: by copies,
+//! vector loads and system calls whose result is a private value. A concurrent write may tear the read: the result is then a
+//! mix of old and new bytes. This is harmless because every caller keeps an order: it fetches and clears a page's dirty bit
+//! *before* it reads the page. A write that tears the read marks the page again, so it is sent again.
 //!
 //! # Example
 //!

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks a mutex whose holder cannot leave inconsistent data, not even by a panic.
+/// Locks a mutex, even if an earlier holder panicked. Only for data that a panic cannot leave inconsistent.
 pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

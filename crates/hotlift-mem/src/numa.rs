@@ -10,8 +10,8 @@ use crate::{PAGE_SIZE, RamBlock};
 const SAMPLES: usize = 64;
 
 impl RamBlock {
-    /// Returns the node with the most of this block's allocated memory; untouched pages lie on no node. `None` if none is
-    /// allocated, or the kernel does not report it.
+    /// Returns the node that has most of this block's allocated memory. Returns `None` if no sampled page is allocated, or if
+    /// the kernel does not report nodes.
     #[must_use]
     pub fn numa_node(&self) -> Option<u32> {
         let step = self.pages().div_ceil(SAMPLES).max(1);

@@ -23,10 +23,10 @@ pub(crate) fn populate(run: GuestRun<'_>) -> rustix::io::Result<()> {
     }
 }
 
-/// Writes to each page without changing it, even with concurrent writers.
+/// Allocates each page by a write that does not change it, even with concurrent writers.
 ///
-/// Exchanges a zero byte for zero, which is a write; a nonzero byte already has memory. `fetch_or(0)` would not do: the
-/// compiler turns it into a plain load, which only maps the zero page.
+/// Exchanges a zero byte for zero, which is a write. A nonzero byte shows that the page is already allocated. `fetch_or(0)`
+/// would not work: the compiler turns it into a plain load, which only maps the zero page.
 fn touch(run: GuestRun<'_>) {
     for offset in (0..run.len()).step_by(PAGE_SIZE) {
         // SAFETY: the byte is in the run; a byte is always aligned, and access to it is atomic.

@@ -22,7 +22,7 @@ const NAME_MAX: usize = 255;
 /// and only recent kernels choose such addresses themselves.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Memory behind a RAM block's mapping.
+/// Kind of memory of a RAM block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Backing {
     /// Private anonymous memory, transparent huge pages advised (QEMU's memory-backend-ram).
@@ -46,7 +46,7 @@ pub struct RamBlock {
     file: Option<FileOffset>,
     /// True for private anonymous memory: a page without an entry in the page tables reads as zero.
     untouched_is_zero: bool,
-    /// Keeps the mapping.
+    /// Keeps the memory mapped.
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
@@ -143,7 +143,7 @@ impl RamBlock {
         self.len / PAGE_SIZE
     }
 
-    /// Returns the memory behind the mapping.
+    /// Returns the kind of memory.
     pub fn backing(&self) -> Backing {
         self.backing
     }
@@ -154,12 +154,12 @@ impl RamBlock {
         self.addr.as_ptr()
     }
 
-    /// Returns the file of a shared block, for another process.
+    /// Returns the file of a shared block, for another process; `None` if the block has no file.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.file.as_ref().map(|f| f.file().as_fd())
     }
 
-    /// Returns the start of the block in [`fd`](Self::fd), in bytes.
+    /// Returns the start of the block in [`fd`](Self::fd), in bytes; 0 if the block has no file.
     pub fn fd_offset(&self) -> u64 {
         self.file.as_ref().map_or(0, FileOffset::start)
     }
@@ -171,7 +171,7 @@ impl RamBlock {
         unsafe { VolatileSlice::new(self.host_addr(), self.len) }
     }
 
-    /// Returns `len` bytes from `offset` on.
+    /// Returns the run of `len` bytes from `offset` on; [`MemError::OutOfBounds`] if it is not inside the block.
     pub fn run(&self, offset: usize, len: usize) -> Result<GuestRun<'_>, MemError> {
         if offset > self.len || len > self.len - offset {
             return Err(MemError::OutOfBounds {
@@ -186,7 +186,7 @@ impl RamBlock {
         Ok(unsafe { GuestRun::new(self.host_addr().add(offset), len) })
     }
 
-    /// Fills `to` from `offset` on.
+    /// Copies bytes from `offset` on, until `to` is full.
     pub fn read(&self, offset: usize, to: &mut [u8]) -> Result<(), MemError> {
         self.run(offset, to.len()).map(|run| run.copy_to(to))
     }
@@ -201,12 +201,12 @@ impl RamBlock {
         self.run(offset, len).map(|run| run.fill_zero())
     }
 
-    /// Reads the native-endian word at `offset` (a multiple of 8) atomically, relaxed.
+    /// Reads the 64-bit word at `offset` (a multiple of 8) atomically, in native byte order and with relaxed ordering.
     pub fn load_u64(&self, offset: usize) -> Result<u64, MemError> {
         Ok(self.word(offset)?.load(Ordering::Relaxed))
     }
 
-    /// Writes the native-endian word at `offset` (a multiple of 8) atomically, relaxed.
+    /// Writes the 64-bit word at `offset` (a multiple of 8) atomically, in native byte order and with relaxed ordering.
     pub fn store_u64(&self, offset: usize, value: u64) -> Result<(), MemError> {
         self.word(offset)?.store(value, Ordering::Relaxed);
         Ok(())
@@ -235,11 +235,11 @@ impl RamBlock {
     }
 
     /// Asks the kernel which of `pages` pages from `first_page` on were never written, and so are zero. Sets their bits in
-    /// `out` (the lowest of `out[0]` is `first_page`); bits past `pages` are cleared. Returns false, with all bits clear, if
-    /// the kernel does not know.
+    /// `out`, and clears all other bits. The lowest bit of `out[0]` is `first_page`. Returns false, with all bits clear, if the
+    /// kernel cannot report this.
     ///
-    /// A set bit is equivalent to a read of the page at that moment, no more. The caller must have cleared the page's dirty bit
-    /// before, so that a write after the answer marks the page again. A clear bit proves nothing.
+    /// A set bit proves only that the page was zero at the time of the call. The caller must clear the page's dirty bit before
+    /// the call: a later write then marks the page again. A clear bit proves nothing.
     ///
     /// # Errors
     ///
@@ -275,17 +275,18 @@ impl RamBlock {
         })
     }
 
-    /// Returns true if existing pages can be removed, so that they read as zero or are missing.
+    /// Returns true if the block's pages can be removed. A removed page reads as zero, or is missing for userfaultfd.
     pub(crate) fn can_be_emptied(&self) -> bool {
         // Pages removed from a private mapping of a file have the file's content again.
         self.untouched_is_zero || self.backing == Backing::Shared
     }
 
-    /// Removes the memory of `len` bytes from `offset` on (whole pages): the next read returns zeros, and a userfaultfd reports
-    /// them as missing. Shared memory is removed for all processes that share it.
+    /// Removes the memory of `len` bytes from `offset` on (whole pages). The next read returns zeros, or a userfaultfd reports
+    /// the pages as missing. Shared memory is removed for all processes that share it.
     ///
     /// # Errors
-    /// [`MemError::NotLazy`] for a private mapping of a file; [`MemError::Kernel`].
+    /// [`MemError::NotLazy`] for a private mapping of a file; [`MemError::Unaligned`] or [`MemError::OutOfBounds`] for a bad
+    /// range; [`MemError::Kernel`] if the kernel rejects the call.
     pub fn discard(&self, offset: usize, len: usize) -> Result<(), MemError> {
         self.check_pages(offset, len)?;
         let run = self.run(offset, len)?;
@@ -348,8 +349,8 @@ impl RamBlock {
     }
 }
 
-/// Creates a RAM block for each region of `memory`, in its order, named after the region's guest address (`ram@100000000`). So
-/// equal layouts get equal names on both sides.
+/// Creates a RAM block for each region of `memory`, in its order, named after the region's guest address (`ram@100000000`). If
+/// source and destination have equal layouts, the names are equal too.
 pub fn ram_blocks_of<B>(memory: &GuestMemoryMmap<B>) -> Result<Vec<RamBlock>, MemError>
 where
     B: Bitmap + Send + Sync + 'static,
@@ -402,8 +403,8 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Maps `len` bytes, from `file` or anonymous.
     ///
-    /// vm-memory cannot map at a chosen address, hence this type: it first reserves address space, with room to align, and then
-    /// maps the memory over the middle of it.
+    /// vm-memory cannot map at a chosen address. So this function reserves address space with room for alignment, and then maps
+    /// the memory inside it.
     fn new(len: usize, file: Option<BorrowedFd<'_>>) -> rustix::io::Result<Self> {
         let room = len.checked_add(HUGE_PAGE).ok_or(rustix::io::Errno::NOMEM)?;
         let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
@@ -440,8 +441,8 @@ impl Mapping {
 
     /// Gives the kernel QEMU's hints for guest RAM.
     fn advise(&self) {
-        // Huge pages reduce faults and TLB misses. No copy in a child: between fork and exec, writes would copy the whole
-        // guest, and a page spliced to a socket could stay with the child.
+        // Huge pages reduce faults and TLB misses. A child process gets no copy: between fork and exec, writes would copy the
+        // whole guest, and a page spliced to a socket could stay with the child.
         for advice in [Advice::LinuxHugepage, Advice::LinuxDontFork] {
             // A kernel without huge pages refuses; both hints only affect speed.
             // SAFETY: the range is our own mapping, and no byte of it changes.

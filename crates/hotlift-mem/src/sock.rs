@@ -13,7 +13,7 @@ pub use crate::tcp_info::{TcpSending, unacknowledged};
 /// Maximum number of segments in one system call (`IOV_MAX`, the same on every Linux).
 pub(crate) const IOV_MAX: usize = 1024;
 
-/// Segment array of the calls below, reused so that none of them allocates.
+/// Segment array for the calls in this module. It is reused, so the calls do not allocate.
 #[derive(Debug, Default)]
 pub struct IoScratch {
     segments: Vec<iovec>,
@@ -48,12 +48,12 @@ impl IoScratch {
     }
 }
 
-/// Limits a TCP socket's unsent bytes to `bytes` (`TCP_NOTSENT_LOWAT`). Without the limit, the receiver's acknowledgements push
-/// out the queued data, in the receiver's CPU time if both are on one host. Unlike a smaller send buffer this does not limit
-/// the data in flight, so a long link is still filled.
+/// Limits a TCP socket's unsent bytes to `bytes` (`TCP_NOTSENT_LOWAT`). Without the limit, the receiver's acknowledgements
+/// trigger the sending of queued data. If both are on one host, this takes CPU time of the receiver. Unlike a smaller send
+/// buffer, this does not limit the data in flight, so a long link is still filled.
 ///
 /// # Errors
-/// The system's reason; a socket that is not TCP has no such limit.
+/// The system's error. A socket that is not TCP has no such limit.
 pub fn limit_unsent(fd: BorrowedFd<'_>, bytes: u32) -> io::Result<()> {
     set_option(fd, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, bytes)
 }
@@ -61,11 +61,11 @@ pub fn limit_unsent(fd: BorrowedFd<'_>, bytes: u32) -> io::Result<()> {
 /// linux/tcp.h: `TCP_RTO_MAX_MS`.
 const TCP_RTO_MAX_MS: c_int = 44;
 
-/// Limits the interval of a TCP socket's retransmissions, and of its probes of a full peer, to `milliseconds`: 1000 to 120,000.
-/// The kernel doubles the interval up to this limit; its default limit is 120,000.
+/// Limits the interval of a TCP socket's retransmissions and window probes to `milliseconds`: 1000 to 120,000. The kernel
+/// doubles the interval up to this limit; its default limit is 120,000.
 ///
 /// # Errors
-/// The system's reason: this needs Linux 6.15.
+/// The system's error: this needs Linux 6.15.
 pub fn limit_retransmission_interval(fd: BorrowedFd<'_>, milliseconds: u32) -> io::Result<()> {
     set_option(fd, libc::IPPROTO_TCP, TCP_RTO_MAX_MS, milliseconds)
 }
@@ -90,7 +90,7 @@ fn set_option(fd: BorrowedFd<'_>, level: c_int, name: c_int, value: u32) -> io::
 
 /// Sends all of `head` and then `runs`. A closed peer is an error (`BrokenPipe`, `ConnectionReset`), never a signal.
 ///
-/// The socket must be blocking. A send timeout ends in `WouldBlock`, and the stream is then cut at an unknown position.
+/// The socket must be blocking. After a send timeout the result is `WouldBlock`, and an unknown number of bytes was sent.
 pub fn send(
     fd: BorrowedFd<'_>,
     head: &[u8],
@@ -105,9 +105,9 @@ pub fn send_parts(fd: BorrowedFd<'_>, parts: &[&[u8]], scratch: &mut IoScratch) 
     send_segments(fd, scratch.fill(parts, &[]), 0)
 }
 
-/// Fills all `runs` from the socket. An early end of the stream is `UnexpectedEof`.
+/// Fills all `runs` from the socket. Fails with `UnexpectedEof` if the stream ends early.
 ///
-/// The socket must be blocking. A receive timeout ends in `WouldBlock`.
+/// The socket must be blocking. After a receive timeout the result is `WouldBlock`.
 pub fn recv(fd: BorrowedFd<'_>, runs: &[GuestRun<'_>], scratch: &mut IoScratch) -> io::Result<()> {
     let mut left = scratch.fill(&[], runs);
     while !left.is_empty() {
@@ -143,7 +143,7 @@ pub(crate) fn send_segments(
     Ok(())
 }
 
-/// Returns a message with the maximum number of segments for one call, and true if these are all.
+/// Returns a message with at most the segments that one call permits, and true if it contains all `segments`.
 fn message_of(segments: &mut [iovec]) -> (msghdr, bool) {
     let count = segments.len().min(IOV_MAX);
     // SAFETY: a message header of zeros has no name, no control data and no segments.

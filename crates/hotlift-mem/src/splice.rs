@@ -15,16 +15,16 @@ use crate::GuestRun;
 use crate::sock::{IOV_MAX, IoScratch, advance, check, send_segments};
 
 /// Capacity of a splicer's pipe in bytes: the kernel's maximum for an unprivileged process (its default for
-/// `/proc/sys/fs/pipe-max-size`), two of the usual packets.
+/// `/proc/sys/fs/pipe-max-size`). The pipe has room for two packets of the usual size.
 const PIPE_SIZE: usize = 1 << 20;
 
-/// Sends guest pages through a pipe of references (`vmsplice`, then `splice`), for the live rounds of an uncompressed
-/// migration.
+/// Sends guest pages through a pipe of references (`vmsplice`, then `splice`), for the rounds of an uncompressed migration in
+/// which the guest runs.
 ///
 /// The socket's queue refers to the guest's own pages until the peer has read them, and the peer reads their content at *that*
 /// time. So a page must either stay unchanged until the peer has answered, or be sent again after a change. A page that the
-/// guest writes after the splice is dirty, and its next copy comes later in the same stream or after a synchronisation of all
-/// streams. A checksum of the pages cannot be sent with them.
+/// guest writes after the splice is dirty. Its next copy comes later in the same stream, or in another stream after a sync
+/// point. A checksum of the pages cannot be sent with them.
 ///
 /// A splice to a closed socket raises SIGPIPE: the process must ignore it, which is the default of Rust programs.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ impl Pipe {
 
     /// Moves the `held` bytes of the pipe to a socket.
     pub(crate) fn empty(&self, to: BorrowedFd<'_>, mut held: usize, more: bool) -> io::Result<()> {
-        // With the flag on the last piece TCP would delay it, waiting for more.
+        // If the last piece had this flag, TCP would delay it and wait for more data.
         let flags = if more {
             SpliceFlags::MORE
         } else {
@@ -75,7 +75,7 @@ impl Splicer {
         })
     }
 
-    /// Sends all of a copy of `head`, and of `runs` by reference, as [`sock::send`] does.
+    /// Sends a copy of `head`, and then all `runs` by reference. Otherwise as [`sock::send`].
     ///
     /// [`sock::send`]: crate::sock::send
     pub fn send(
@@ -89,7 +89,7 @@ impl Splicer {
             None => Pipe::new()?,
         };
         let pages_follow = runs.iter().any(|run| !run.is_empty());
-        // Without the flag TCP sends a packet of only the head.
+        // Without this flag, TCP would send the head as a packet of its own.
         let flags = if pages_follow { libc::MSG_MORE } else { 0 };
         send_segments(fd, self.scratch.fill(&[head], &[]), flags)?;
         splice_segments(fd, &pipe, self.scratch.fill(&[], runs))?;
@@ -98,7 +98,7 @@ impl Splicer {
     }
 }
 
-/// Sends all of `left`, in pieces of the pipe's capacity.
+/// Sends all of `left`, at most the pipe's capacity at a time.
 fn splice_segments(fd: BorrowedFd<'_>, pipe: &Pipe, mut left: &mut [iovec]) -> io::Result<()> {
     while !left.is_empty() {
         // No other thread empties the pipe: waiting for space would never end. Pages are not gifted, as the guest continues to

@@ -1,12 +1,12 @@
-//! Copies into memory past the caches, for data that is not read soon.
+//! Copies to memory with stores that bypass the caches, for data that is not read soon.
 //!
-//! A store through the caches first reads the overwritten line, and evicts another. For pages that were decrypted in a cached
-//! buffer both are useless: the guest reads them much later, or never.
+//! A normal store first loads the overwritten line into the cache, and evicts another line. For received pages both are
+//! useless: the guest reads them much later, or never.
 
-/// Length in bytes below which a copy uses the caches: its line is likely to be written again at once.
+/// Length in bytes below which a copy uses the caches: the same cache line is probably written again soon.
 const SHORT: usize = 512;
 
-/// Copies `len` bytes; they are visible to threads that are notified afterwards.
+/// Copies `len` bytes. Threads that are notified after the call see them.
 ///
 /// # Safety
 ///
@@ -33,10 +33,10 @@ mod x86 {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
     use std::ptr;
 
-    /// Size of a cache line: full-line stores are written together.
+    /// Size of a cache line in bytes: the CPU writes a line in one piece if all its bytes are stored.
     const LINE: usize = 64;
 
-    /// Size of one store; every x86-64 CPU has it (SSE2).
+    /// Size of one store in bytes; every x86-64 CPU has such stores (SSE2).
     const STORE: usize = size_of::<__m128i>();
 
     /// Copies as [`super::copy`] does, with SSE2.
@@ -59,7 +59,7 @@ mod x86 {
                     _mm_stream_si128(target.add(at).cast(), bytes);
                 }
             }
-            // Stores past the cache are unordered: a thread that learns of them by a lock must see them.
+            // Stores past the cache are unordered. A thread that takes a lock afterwards must see them.
             _mm_sfence();
             let done = head + streamed;
             ptr::copy_nonoverlapping(from.add(done), to.add(done), len - done);

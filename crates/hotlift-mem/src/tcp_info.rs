@@ -15,11 +15,11 @@ pub struct TcpSending {
     pub acknowledged: u64,
     /// Shortest recent round-trip time.
     pub min_rtt: Duration,
-    /// Time with data to send or to be acknowledged.
+    /// Time in which data waited to be sent or acknowledged.
     pub busy: Duration,
-    /// Part of this time in which the peer had no space: its process does not read.
+    /// Part of `busy` in which the peer's receive buffer was full: the peer's process does not read.
     pub receiver_limited: Duration,
-    /// Segments that were sent and not acknowledged; 0 while the peer has no space.
+    /// Segments that were sent and not acknowledged; 0 while the peer's receive buffer is full.
     pub in_flight: u32,
     /// Unanswered probes of a full window or of an idle connection.
     pub probes: u8,
@@ -65,10 +65,10 @@ const _: () = {
 };
 
 impl TcpSending {
-    /// Queries the kernel.
+    /// Queries the statistics of a socket.
     ///
     /// # Errors
-    /// The system's reason: a socket that is not TCP; `Unsupported` for a kernel with fewer fields.
+    /// The system's error, such as for a socket that is not TCP; `Unsupported` if the kernel reports fewer fields.
     pub fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
         let mut info = TcpInfo::default();
         let mut length = libc::socklen_t::try_from(mem::size_of::<TcpInfo>()).unwrap_or(0);
@@ -97,7 +97,7 @@ impl TcpSending {
             in_flight: info.unacked,
             probes: info.probes,
             not_sent: info.not_sent,
-            // A segment with data and no new acknowledgement only counts as data.
+            // A segment with data and without a new acknowledgement changes only the time of the last data.
             since_last_packet: Duration::from_millis(
                 info.last_ack_recv.min(info.last_data_recv).into(),
             ),

@@ -1,18 +1,18 @@
 //! Detection of pages that the guest never touched.
 //!
-//! The kernel knows them without reading the bytes: private memory without an entry in the page tables, and holes of a memfd,
-//! read as zero. All three methods below err only in one direction: a page in an unknown state counts as touched.
+//! The kernel can list untouched pages without reading their bytes: private memory without a page table entry, and holes of a
+//! memfd, read as zero. All three methods in this file count a page in an unknown state as touched.
 //!
 //! States that do *not* mean untouched, or cannot be queried:
-//! - Not present is not enough: a page in swap, being moved, or poisoned has no present entry either. Both page table methods
-//!   require an empty entry.
+//! - Not present is not enough: a page that is in swap, is being moved, or is poisoned has no present entry either. Both page
+//!   table methods require an empty entry.
 //! - The page tables of a shared mapping only show the accesses of *this* process. So shared memory is queried by its file, and
 //!   only on tmpfs (the file system of memfds): other file systems may report a dirty page without a block as a hole. Shared
 //!   memory without a file cannot be queried.
 //! - An untouched private mapping of a file has the file's content.
-//! - Soft-dirty is set on the empty entries of a fresh mapping: it is meaningless and masked out.
-//! - One written byte touches all 512 pages of a transparent huge page. A read of an untouched one may map the huge zero page,
-//!   which the scan does not distinguish from memory. Both cost a read.
+//! - The kernel sets the soft-dirty bit even in empty entries of a new mapping, so this bit is ignored.
+//! - One written byte touches all 512 pages of a transparent huge page. A read of an untouched huge page may map the huge zero
+//!   page, which the scan does not distinguish from memory. In both cases the pages must be read.
 
 use std::fs::File;
 use std::io;
@@ -25,8 +25,8 @@ use rustix::io::Errno;
 
 use crate::PAGE_SIZE;
 
-/// Sets the bits of never touched pages of the private anonymous memory at `start` (on a page boundary); `out` is clear and has
-/// a bit for each of `pages`. Returns false if the kernel does not know.
+/// Sets the bits of untouched pages of the private anonymous memory at address `start`, a page boundary. `out` must be clear
+/// and have a bit for each of `pages`. Returns false, with all bits clear, if the kernel cannot report this.
 pub(crate) fn in_page_tables(start: usize, pages: usize, out: &mut [u64]) -> bool {
     let Some(pagemap) = pagemap() else {
         return false;
@@ -50,8 +50,8 @@ fn mark_touched(out: &mut [u64]) -> bool {
     false
 }
 
-/// Opens `/proc/self/pagemap` once: opening costs more than an answer. After a fork the file still describes the parent's
-/// memory, so a child cannot use it.
+/// Opens `/proc/self/pagemap` once, because opening takes longer than a query. After a fork the file still describes the
+/// parent's memory, so a child gets `None`.
 fn pagemap() -> Option<&'static File> {
     static OPENED: OnceLock<Option<(u32, File)>> = OnceLock::new();
     let pid = std::process::id();
@@ -100,7 +100,7 @@ const PAGEMAP_SCAN: libc::Ioctl =
 /// Maximum number of ranges per call: 1.5 KiB of stack, and one call for most answers.
 const REGIONS: usize = 64;
 
-/// Uses the scan: the kernel skips empty page tables as a whole, so that untouched gigabytes cost microseconds.
+/// Uses the ioctl `PAGEMAP_SCAN`. The kernel skips empty page tables as a whole, so untouched gigabytes take microseconds.
 fn scan(pagemap: &File, start: usize, pages: usize, out: &mut [u64]) -> io::Result<()> {
     let base = start as u64;
     let end = base + (pages * PAGE_SIZE) as u64;
@@ -143,7 +143,7 @@ fn scan(pagemap: &File, start: usize, pages: usize, out: &mut [u64]) -> io::Resu
     Ok(())
 }
 
-/// Uses the entries of the pagemap, eight bytes for each page: for older kernels.
+/// Reads the entries of the pagemap, eight bytes for each page. For kernels without the ioctl, before Linux 6.7.
 fn read_entries(pagemap: &File, start: usize, pages: usize, out: &mut [u64]) -> io::Result<()> {
     const ENTRIES: usize = 512;
     let mut entries = [0; ENTRIES * 8];
@@ -170,7 +170,7 @@ fn is_empty(entry: u64) -> bool {
 /// `f_type` of tmpfs (linux/magic.h).
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// Uses the holes of a file. Seeking moves the file's position, which is unused for a memory file. Concurrent callers do not
+/// Uses the holes of a file. Seeking moves the file's position, which no code uses for a memory file. Concurrent callers do not
 /// interfere, since each seek has an absolute start.
 fn holes(file: BorrowedFd<'_>, start: u64, pages: usize, out: &mut [u64]) -> io::Result<()> {
     if u64::try_from(fstatfs(file)?.f_type) != Ok(TMPFS_MAGIC) {
@@ -180,7 +180,7 @@ fn holes(file: BorrowedFd<'_>, start: u64, pages: usize, out: &mut [u64]) -> io:
     let mut at = start;
     while at < end {
         let data = match seek(file, SeekFrom::Data(at)) {
-            // Only a hole up to the end of the file.
+            // The rest of the file is a hole.
             Err(Errno::NXIO) => end,
             other => other?,
         };

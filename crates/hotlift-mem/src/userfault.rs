@@ -1,7 +1,7 @@
 //! Loads pages when they are touched: userfaultfd over RAM blocks.
 //!
-//! A thread that touches a missing page sleeps in the kernel until the page is [placed](MissingPages::place): a vCPU, a
-//! device's thread, or the kernel on their behalf.
+//! A thread that touches a missing page sleeps in the kernel until the page is [placed](MissingPages::place). It may be a vCPU,
+//! a device's thread, or a thread in a system call.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -29,17 +29,18 @@ const EVENTS: usize = 64;
 /// Capabilities of userfaultfd on this host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UserfaultSupport {
-    /// Opened by `/dev/userfaultfd`; else by the system call, which needs root unless `vm.unprivileged_userfaultfd` is 1.
+    /// True if opened through `/dev/userfaultfd`. False if opened by the system call, which needs root unless
+    /// `vm.unprivileged_userfaultfd` is 1.
     pub by_device: bool,
-    /// Pages of shared memory can be missing; those of private memory always can.
+    /// True if pages of shared memory can be missing. Pages of private memory always can.
     pub missing_shared: bool,
-    /// Faults of shared pages that exist and are not mapped yet are reported.
+    /// True if faults of shared pages that exist but are not mapped yet are reported.
     pub minor_shared: bool,
-    /// First writes to private pages are reported.
+    /// True if first writes to private pages are reported.
     pub write_protect: bool,
-    /// First writes to shared pages are reported.
+    /// True if first writes to shared pages are reported.
     pub write_protect_shared: bool,
-    /// A fault reports its thread.
+    /// True if a fault reports its thread.
     pub thread_id: bool,
 }
 
@@ -60,7 +61,7 @@ impl UserfaultSupport {
 /// Queries the kernel's capabilities of userfaultfd.
 ///
 /// # Errors
-/// The system's reason if this process cannot use it.
+/// The system's error if this process cannot use userfaultfd.
 pub fn probe_userfault() -> io::Result<UserfaultSupport> {
     let (fd, by_device) = open()?;
     Ok(UserfaultSupport::of(by_device, agree(&fd, 0)?))
@@ -103,7 +104,7 @@ unsafe impl Ioctl for New {
     }
 }
 
-/// Initialises the protocol with `features`; returns all features of the kernel.
+/// Enables the requested `features`; returns all features of the kernel.
 fn agree(fd: &OwnedFd, features: u64) -> rustix::io::Result<u64> {
     let mut api = sys::uffdio_api {
         api: sys::UFFD_API.into(),
@@ -119,8 +120,8 @@ const fn opcode(request: u32) -> Opcode {
     request as Opcode
 }
 
-/// Calls an ioctl whose argument, of the ioctl's own type, the kernel reads and changes. The ioctls here at most fill missing
-/// pages of this process's memory, which is equivalent to a write by the guest.
+/// Calls an ioctl whose argument the kernel reads and changes. `T` must be the ioctl's own type. The ioctls in this file at
+/// most fill missing pages of this process, which is equivalent to a write by the guest.
 fn update<const OPCODE: Opcode, T>(fd: &OwnedFd, argument: &mut T) -> rustix::io::Result<()> {
     // SAFETY: all callers are in this file, with the type that belongs to the request.
     unsafe { ioctl(fd, Updater::<OPCODE, T>::new(argument)) }
@@ -170,8 +171,8 @@ pub enum Placed {
 
 /// RAM blocks whose missing pages [`MissingPages::place`] fills.
 ///
-/// A guest that waits for a page must never continue with zeros instead: without [`MissingPages::end`], a dropped value stays
-/// registered in the kernel for the life of the process.
+/// A guest that waits for a page must never continue with zeros. So a value that is dropped without [`MissingPages::end`] stays
+/// registered in the kernel until the process ends.
 #[derive(Debug)]
 pub struct MissingPages {
     fd: std::mem::ManuallyDrop<OwnedFd>,
@@ -181,7 +182,7 @@ pub struct MissingPages {
 
 impl MissingPages {
     /// Registers `blocks`: from now on, a touch of a page without memory waits until the page is placed. Transparent huge pages
-    /// are disabled for the blocks until the end: a huge page would fill the neighbours of the touched page.
+    /// are disabled for the blocks until [`MissingPages::end`]: a huge page would fill the neighbours of the touched page.
     ///
     /// # Errors
     /// [`MemError::NoUserfault`] if this process cannot use userfaultfd; [`MemError::NotLazy`] for a block whose kind of memory
@@ -229,10 +230,11 @@ impl MissingPages {
         }
     }
 
-    /// Reads the waiting threads and their pages; nothing if there are none. Poll [`AsFd::as_fd`] for more.
+    /// Appends the threads that newly wait for a page to `into`, without blocking. Poll [`AsFd::as_fd`] to wait for such
+    /// threads.
     ///
     /// # Errors
-    /// [`MemError::NoUserfault`] with the system's reason.
+    /// [`MemError::NoUserfault`] with the system's error.
     pub fn faults(&self, into: &mut Vec<Touch>) -> Result<(), MemError> {
         const LEN: usize = size_of::<sys::uffd_msg>();
         let mut bytes = [0_u8; EVENTS * LEN];
@@ -271,11 +273,11 @@ impl MissingPages {
         })
     }
 
-    /// Fills a missing page with `content` (`None`: zeros), and wakes the threads that wait for it. After [`MissingPages::end`]
-    /// zero pages exist already, and any other content is an error.
+    /// Fills a missing page with `content` (`None`: zeros), and wakes the threads that wait for it. After
+    /// [`MissingPages::end`], zeros return [`Placed::Before`], and any other content is an error.
     ///
     /// # Errors
-    /// [`MemError::OutOfBounds`] for a page outside the block, [`MemError::Kernel`].
+    /// [`MemError::OutOfBounds`] for a page outside the block; [`MemError::Kernel`] if the kernel rejects the call.
     pub fn place(
         &self,
         block: usize,
@@ -310,11 +312,11 @@ impl MissingPages {
                 // The mappings of the process are changing.
                 Err(Errno::AGAIN) => {}
                 Err(Errno::EXIST) => {
-                    // The thread that touched it may not have noticed its arrival.
+                    // A thread that touched the page may have missed its arrival.
                     let _ = control::<{ opcode(request::UFFDIO_WAKE) }>(&self.fd, range);
                     return Ok(Placed::Before);
                 }
-                // After the end untouched memory is zero by itself, and no thread waits.
+                // After the end, untouched memory is zero, and no thread waits.
                 Err(Errno::NOENT) if content.is_none() && self.ended.load(Ordering::Acquire) => {
                     return Ok(Placed::Before);
                 }

@@ -9,8 +9,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// Polls `fds` until one of them has an event, or `deadline` is over; without a deadline it may wait forever. Returns the
-/// number of ready descriptors. A signal does not end the wait.
+/// Polls `fds` until one of them has an event, or until `deadline`; waits forever without a deadline. Returns the number of
+/// ready descriptors. A signal does not end the wait.
 ///
 /// # Errors
 /// The kernel has no memory for the call.
@@ -26,8 +26,8 @@ pub fn poll_until(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Resu
     }
 }
 
-/// Waits until one of `fds` is readable or has ended, or `deadline` is over; without a deadline it may wait forever. Returns
-/// true if the first of them is ready.
+/// Waits until one of `fds` is readable or closed by its peer, or until `deadline`; waits forever without a deadline. Returns
+/// true if the first descriptor of `fds` is ready.
 pub fn wait_readable(fds: &[BorrowedFd<'_>], deadline: Option<Instant>) -> bool {
     let polled = |fd: &_| PollFd::from_borrowed_fd(*fd, PollFlags::IN);
     let mut polled: Vec<_> = fds.iter().map(polled).collect();
@@ -36,7 +36,7 @@ pub fn wait_readable(fds: &[BorrowedFd<'_>], deadline: Option<Instant>) -> bool 
     waited && polled.first().is_some_and(|fd| !fd.revents().is_empty())
 }
 
-/// Returns true if `fd` is readable or has ended.
+/// Returns true if `fd` is readable or closed by its peer.
 pub fn is_readable(fd: BorrowedFd<'_>) -> bool {
     wait_readable(&[fd], Some(Instant::now()))
 }
@@ -44,7 +44,7 @@ pub fn is_readable(fd: BorrowedFd<'_>) -> bool {
 /// Returns a descriptor that is readable once `child` has ended, even if it ended before.
 ///
 /// # Errors
-/// The system's error. A child that was waited for has no descriptor.
+/// The system's error, also if the child's end was already collected (`wait`).
 pub fn end_of_process(child: &Child) -> io::Result<OwnedFd> {
     Ok(pidfd_open(Pid::from_child(child), PidfdFlags::empty())?)
 }

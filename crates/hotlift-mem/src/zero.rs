@@ -1,15 +1,14 @@
 //! Detection of zero pages.
 //!
-//! From memory every variant runs at the speed of one core's memory path, so a page that is *not* zero must be recognised
-//! quickly: its first cache line is tested before any variant is called (four times the pages per second of the widest variant
-//! alone). The wide variants help when pages are in cache. Software prefetch, of this page or the next, gained nothing on zero
-//! pages and cost a tenth on others. Testing a page before copying it is free, since the copy finds it in cache: a combined
-//! pass would gain nothing.
+//! For pages outside the caches, memory bandwidth limits every variant. So a page that is *not* zero must be recognised
+//! quickly: its first cache line is tested before any variant is called. This tests four times the pages per second of the
+//! widest variant alone. The wide variants help when pages are in cache. Software prefetch, of this page or the next, gained
+//! nothing on zero pages and cost a tenth on others. A test before a copy is free, since the copy then finds the page in cache.
 
 use std::ptr;
 use std::sync::OnceLock;
 
-/// A zero test. All variants accept memory of any length and alignment.
+/// A variant of the zero test, for one instruction set. It accepts memory of any length and alignment.
 #[derive(Debug)]
 pub struct Detector {
     /// Name of the required instruction set, as shown to users.
@@ -45,7 +44,7 @@ impl Detector {
         (self.available)()
     }
 
-    /// Returns true if every byte of `bytes` is zero; `None` if this machine lacks the instructions.
+    /// Returns true if every byte of `bytes` is zero, false if not; `None` if this machine lacks the instructions.
     pub fn is_zero(&self, bytes: &[u8]) -> Option<bool> {
         // SAFETY: a slice is readable for its length, and the instructions are available.
         self.available()
@@ -62,15 +61,15 @@ pub fn detector() -> &'static Detector {
     })
 }
 
-/// Returns true if every byte of `bytes` is zero, also if there are none.
+/// Returns true if every byte of `bytes` is zero, or if `bytes` is empty.
 #[inline]
 pub fn is_zero(bytes: &[u8]) -> bool {
     // SAFETY: a slice is readable for its length.
     unsafe { is_zero_raw(bytes.as_ptr(), bytes.len()) }
 }
 
-/// Returns true if every byte of memory with concurrent writers is zero; bytes written during the call count with their old or
-/// new value.
+/// Returns true if every byte is zero. Other threads may write the memory: bytes written during the call count with their old
+/// or new value.
 ///
 /// # Safety
 ///
@@ -91,8 +90,8 @@ pub unsafe fn is_zero_raw(ptr: *const u8, len: usize) -> bool {
 /// Number of bytes that memory delivers together: reading all of them costs no more than reading one.
 const CACHE_LINE: usize = 64;
 
-/// Bytes tested between exits of the portable variant: enough for the compiler to use whole vectors, and few enough that an
-/// early nonzero byte ends the test at once.
+/// Bytes tested by the portable variant between two early exits: enough for the compiler to use whole vectors, and few enough
+/// that an early nonzero byte ends the test at once.
 const STEP: usize = 256;
 
 /// # Safety
@@ -113,7 +112,7 @@ unsafe fn portable(mut ptr: *const u8, mut len: usize) -> bool {
     }
 }
 
-/// Tests the rest after the whole steps.
+/// Tests the rest, which is shorter than a step.
 ///
 /// # Safety
 ///
@@ -133,7 +132,7 @@ mod x86 {
 
     use super::short;
 
-    /// Tests with AVX2, 256 bytes between exits.
+    /// Tests with AVX2, 256 bytes between two early exits.
     ///
     /// # Safety
     ///
@@ -160,7 +159,7 @@ mod x86 {
         unsafe { short(ptr, len) }
     }
 
-    /// Tests with AVX-512, 512 bytes between exits.
+    /// Tests with AVX-512, 512 bytes between two early exits.
     ///
     /// # Safety
     ///
