@@ -1,4 +1,4 @@
-//! Configured behaviour of the simulated device, and its counts of jobs.
+//! Configured behaviour of the simulated devices, and counts of their jobs.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 /// Environment variable with the initial behaviour, in the format of [`hotlift_simulate`].
 pub const VARIABLE: &str = "HOTLIFT_SIMULATED";
 
-/// Behaviour of the device. Numbers count jobs over all queues, since the behaviour was set; 0 means never.
+/// Behaviour of the device. Numbers count jobs of all queues together, from the moment the behaviour was set; 0 means never.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Behaviour {
     /// `absent=1`: there is no device.
     pub absent: bool,
     /// `latency=N`: a job takes that many microseconds.
     pub latency_us: u64,
-    /// `depth=N`: maximum jobs in flight; further submissions are answered busy. 0 is without limit.
+    /// `depth=N`: maximum jobs in flight; the device answers further submissions with "busy". 0 means no limit.
     pub depth: u64,
-    /// `busy=N`: every Nth submission is answered busy.
+    /// `busy=N`: the device answers every Nth submission with "busy".
     pub busy_every: u64,
     /// `fault=N`: every Nth job ends with a page fault on its output.
     pub fault_every: u64,
@@ -25,9 +25,9 @@ pub struct Behaviour {
     pub error_every: u64,
     /// `wrong=N`: every Nth job reports success, with output that is too short.
     pub wrong_every: u64,
-    /// `die=N`: from the Nth job on every call fails.
+    /// `die=N`: from the Nth job on, every call fails.
     pub die_at: u64,
-    /// `hang=N`: from the Nth job on no job ends.
+    /// `hang=N`: from the Nth job on, no job ends.
     pub hang_at: u64,
 }
 
@@ -35,11 +35,11 @@ static BEHAVIOUR: Mutex<Option<Behaviour>> = Mutex::new(None);
 /// Counts of accepted jobs and of submissions.
 static JOBS: AtomicU64 = AtomicU64::new(0);
 static SUBMISSIONS: AtomicU64 = AtomicU64::new(0);
-/// End times of the jobs of [`Behaviour::admit`]; `None` for jobs that never end.
+/// End times of the jobs in the device's queue; `None` for jobs that never end.
 static QUEUE: Mutex<Vec<Option<Instant>>> = Mutex::new(Vec::new());
 
 impl Behaviour {
-    /// Parses `key=number` pairs separated by spaces or commas; returns `None` for an unknown one.
+    /// Parses `key=number` pairs separated by spaces or commas; `None` for an unknown key or an invalid number.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let mut behaviour = Self::default();
@@ -65,7 +65,8 @@ impl Behaviour {
         Some(behaviour)
     }
 
-    /// Returns the current behaviour. At first it is that of the environment; an invalid value makes the device absent.
+    /// Returns the current behaviour. Until [`hotlift_simulate`] is called, it is that of [`VARIABLE`]; an invalid value makes
+    /// the device absent.
     #[must_use]
     pub fn now() -> Self {
         *lock().get_or_insert_with(|| {
@@ -77,14 +78,14 @@ impl Behaviour {
         })
     }
 
-    /// Returns true if the device has died: every call fails.
+    /// Returns true if the device has died: every call must fail.
     #[must_use]
     pub fn is_dead(&self) -> bool {
         self.die_at != 0 && JOBS.load(Ordering::Relaxed) >= self.die_at
     }
 
-    /// Adds a job to the device's queue; returns its result and end, or `None` if the answer is busy. A hanging job stays in
-    /// the queue until the behaviour is set again.
+    /// Adds a job to the device's queue. Returns the job's result and end time; `None` if the device is busy. A hanging job
+    /// stays in the queue until the behaviour is set again.
     pub fn admit(&self) -> Option<(Fate, Instant)> {
         let busy = self.submission_is_busy();
         let now = Instant::now();
@@ -100,7 +101,7 @@ impl Behaviour {
         Some((fate, end))
     }
 
-    /// Counts a submission; returns true if the answer must be busy.
+    /// Counts a submission. Returns true if the device must answer "busy".
     pub fn submission_is_busy(&self) -> bool {
         let number = SUBMISSIONS.fetch_add(1, Ordering::Relaxed) + 1;
         every(self.busy_every, number)

@@ -1,4 +1,4 @@
-//! The work of the devices, by libdeflate.
+//! Compression and decompression for the simulated devices, by libdeflate.
 
 use libdeflate_sys::{
     libdeflate_alloc_compressor, libdeflate_alloc_decompressor, libdeflate_deflate_compress,
@@ -7,12 +7,12 @@ use libdeflate_sys::{
     libdeflate_result_LIBDEFLATE_SUCCESS as SUCCESS,
 };
 
-/// Reason for missing output.
+/// Reason why there is no output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Failed {
     /// The output exceeds its room.
     DoesNotFit,
-    /// The input is no valid stream.
+    /// The input is not a valid stream.
     Damaged,
 }
 

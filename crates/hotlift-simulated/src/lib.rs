@@ -1,8 +1,9 @@
 //! Simulated accelerators for tests: one library with the C interfaces of libqpl, libqatzip and libwd, whose devices can be
 //! configured to be slow, busy, wrong or dead.
 //!
-//! Tests build it and name its file in `HOTLIFT_LIBQPL`, `HOTLIFT_LIBQATZIP` or `HOTLIFT_LIBWD`. They set its behaviour in
-//! `HOTLIFT_SIMULATED` or through [`hotlift_simulate`]. Its speed is unrelated to that of any device.
+//! Tests build the library and name its file in `HOTLIFT_LIBQPL`, `HOTLIFT_LIBQATZIP` or `HOTLIFT_LIBWD`. Tests set the
+//! behaviour of the devices in `HOTLIFT_SIMULATED` or through [`hotlift_simulate`]. The simulation's speed is unrelated to that
+//! of any device.
 //!
 //! | file | subject |
 //! |---|---|

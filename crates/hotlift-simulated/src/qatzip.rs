@@ -31,7 +31,7 @@ const NOSW_NO_INSTANCE: c_int = -103;
 /// `hw_session_stat` of a session that runs in software.
 const NO_HARDWARE: i64 = 11;
 
-/// Bytes before and after a member's deflate.
+/// Bytes before and after a member's deflate stream.
 const HEAD: usize = 24;
 const TRAILER: usize = 8;
 const PAGE: usize = 4096;
@@ -128,7 +128,7 @@ pub unsafe extern "C" fn qzGetDefaultsDeflate(params: *mut Params) -> c_int {
 ///
 /// # Safety
 ///
-/// Both must be null or valid; the session must be initialised.
+/// Each pointer must be null or valid; the session must be initialised.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qzSetupSessionDeflate(
     session: *mut Session,
@@ -179,11 +179,11 @@ pub unsafe extern "C" fn qzMaxCompressedLength(bytes: c_uint, _session: *mut Ses
     bytes.saturating_add(bytes / 8).saturating_add(1024)
 }
 
-/// Compresses `hw_buff_sz` bytes a member.
+/// Compresses the source to gzip members of `hw_buff_sz` uncompressed bytes each.
 ///
 /// # Safety
 ///
-/// The session must be set up, and the lengths those of the buffers.
+/// The session must be set up. `source_len` and `destination_len` must be the lengths of the buffers.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qzCompress(
     session: *mut Session,
@@ -206,11 +206,11 @@ pub unsafe extern "C" fn qzCompress(
     }
 }
 
-/// Decompresses members.
+/// Decompresses the gzip members of the source.
 ///
 /// # Safety
 ///
-/// The session must be set up, and the lengths those of the buffers.
+/// The session must be set up. `source_len` and `destination_len` must be the lengths of the buffers.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qzDecompress(
     session: *mut Session,
@@ -232,7 +232,7 @@ pub unsafe extern "C" fn qzDecompress(
     }
 }
 
-/// Allocates ordinary memory, pinned or not.
+/// Allocates ordinary memory, even if pinned memory is requested.
 ///
 /// # Safety
 ///
@@ -296,14 +296,14 @@ pub unsafe extern "C" fn qzClose(session: *mut Session) -> c_int {
     if session.is_null() { PARAMS } else { OK }
 }
 
-/// Function that returns the code, and the bytes read and written.
+/// Function that compresses or decompresses. Returns the code, and the number of bytes read and written.
 type Work = fn(&mut State, &[u8], &mut [u8]) -> (c_int, usize, usize);
 
-/// Executes a call of either direction.
+/// Executes a call of [`qzCompress`] or [`qzDecompress`].
 ///
 /// # Safety
 ///
-/// The session must be set up, and the lengths those of the buffers.
+/// The session must be set up. `source_len` and `destination_len` must be the lengths of the buffers.
 unsafe fn call(
     session: *mut Session,
     source: *const u8,

@@ -1,8 +1,8 @@
 //! libqpl's C interface, with the layout and the codes of the public headers of QPL 1.2 to 1.9 (`qpl/c_api/job.h`,
 //! `status.h`).
 //!
-//! A job of the hardware path ends when its latency has passed since its submission, and writes its output at the next poll.
-//! Streams are libdeflate's, with any kind of block.
+//! A job of the hardware path ends after its latency, counted from its submission. It writes its output at the next poll. The
+//! streams are made by libdeflate, with any kind of block.
 
 use std::ffi::c_char;
 use std::time::{Duration, Instant};
@@ -31,7 +31,7 @@ const OP_COMPRESS: u32 = 1;
 /// Missing output bytes of a job that wrongly reports success.
 const MISSING: u32 = 19;
 
-/// The head of `qpl_job`, and after its 240 bytes this library's own fields.
+/// The first fields of `qpl_job`, and this library's own fields from byte 240 on.
 #[repr(C)]
 pub struct Job {
     next_in: *const u8,
@@ -51,16 +51,16 @@ pub struct Job {
 enum State {
     /// Not submitted, or ended.
     Idle,
-    /// Submitted, with its result and its end.
+    /// Submitted, with the result and the end time of the job.
     Running(Fate, Instant),
 }
 
 impl Job {
-    /// Executes the job.
+    /// Executes the job and returns its status.
     ///
     /// # Safety
     ///
-    /// The caller of the library guarantees the pointers.
+    /// The job's pointers must be valid for the job's lengths.
     unsafe fn run(&mut self) -> u32 {
         let (Ok(available_in), Ok(available_out)) = (
             usize::try_from(self.available_in),
@@ -94,7 +94,7 @@ impl Job {
         }
     }
 
-    /// Ends the job.
+    /// Ends the job with this result, and returns its status.
     ///
     /// # Safety
     ///
@@ -108,7 +108,7 @@ impl Job {
             Fate::IsWrong => {
                 // SAFETY: guaranteed by the caller.
                 let status = unsafe { self.run() };
-                // The length of a truncated stream looks valid, so none is returned.
+                // Except for 0, every length of a compressed page looks valid.
                 self.total_out = match self.op {
                     OP_COMPRESS => 0,
                     _ => self.total_out.saturating_sub(MISSING),
@@ -169,7 +169,7 @@ pub unsafe extern "C" fn qpl_init_job(path: u32, job: *mut Job) -> u32 {
     OK
 }
 
-/// Submits a job; executes it on the software path.
+/// Submits a job. On the software path, also executes the job.
 ///
 /// # Safety
 ///
@@ -195,7 +195,7 @@ pub unsafe extern "C" fn qpl_submit_job(job: *mut Job) -> u32 {
     OK
 }
 
-/// Returns the status of a job, ended or not.
+/// Returns the status of a job, also before its end.
 ///
 /// # Safety
 ///

@@ -2,8 +2,8 @@
 //! (`include/wd_comp.h` of commit 020bb7d, `wd.h` and `wd_sched.h` of 00efb97, `libwd_comp.map` of
 //! 0ad1f5c); only their layout and codes are used.
 //!
-//! Only sessions of zlib streams. The device writes the header `78 9c` and skips a stream's header unread, as HiSilicon's
-//! driver does.
+//! Only sessions of zlib streams are supported. The device writes the header `78 9c`. It skips the header of an input stream
+//! without reading it, as HiSilicon's driver does.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -37,7 +37,7 @@ const MISSING: u32 = 19;
 
 static INITIALISED: AtomicBool = AtomicBool::new(false);
 
-/// The head of `wd_comp_sess_setup`.
+/// The first fields of `wd_comp_sess_setup`.
 #[repr(C)]
 pub struct Setup {
     alg_type: u32,
@@ -140,7 +140,7 @@ pub unsafe extern "C" fn wd_comp_free_sess(session: usize) {
     }
 }
 
-/// Executes a request.
+/// Executes a request. Returns 0 or a negative error code.
 ///
 /// # Safety
 ///
@@ -172,7 +172,7 @@ pub unsafe extern "C" fn wd_do_comp_sync(session: usize, request: *mut Request) 
             // SAFETY: guaranteed by the caller.
             request.status = unsafe { request.run() };
             if fate == Fate::IsWrong {
-                // The length of a truncated stream looks valid, so none is returned.
+                // Except for 0, every length of a compressed page looks valid.
                 request.dst_len = match request.op_type {
                     COMPRESS => 0,
                     _ => request.dst_len.saturating_sub(MISSING),
@@ -186,7 +186,7 @@ pub unsafe extern "C" fn wd_do_comp_sync(session: usize, request: *mut Request) 
         }
         Fate::Fails => -EIO,
         Fate::Dies => -HW_EACCESS,
-        // The library itself times out in the end.
+        // The real library returns this after its own timeout.
         Fate::Hangs => -ETIMEDOUT,
     }
 }
@@ -227,7 +227,7 @@ impl Request {
     }
 }
 
-/// Writes a zlib stream to the start of `room`; returns its length.
+/// Writes a zlib stream to the start of `room`; returns the stream's length, or `None` if the stream does not fit.
 fn compress(input: &[u8], room: &mut [u8]) -> Option<usize> {
     let (header, deflate) = room.split_at_mut_checked(ZLIB_HEADER.len())?;
     header.copy_from_slice(&ZLIB_HEADER);
