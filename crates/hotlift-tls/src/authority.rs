@@ -22,7 +22,7 @@ pub const CA_DAYS: u32 = 3650;
 /// certificates. `hotlift certs renew` is one line in a crontab.
 pub const HOST_DAYS: u32 = 365;
 
-/// A new certificate is valid from this time before now on, for hosts whose clocks are behind.
+/// A new certificate is valid from this long before its creation on: clocks of other hosts may be slow.
 const EARLIER: Duration = Duration::from_secs(3600);
 
 /// Longest common name, in characters (X.520's `ub-common-name`, which GnuTLS and OpenSSL enforce).
@@ -40,7 +40,7 @@ pub enum AuthorityError {
         /// The name.
         name: String,
     },
-    /// A name for many hosts.
+    /// The name is a wildcard, and so valid for many hosts.
     #[error(
         "'{name}' is a wildcard: name each host, as a stolen key could impersonate all of them"
     )]
@@ -48,7 +48,7 @@ pub enum AuthorityError {
         /// The name.
         name: String,
     },
-    /// No name.
+    /// There is no name for the certificate.
     #[error("a host's certificate needs a name")]
     NoName,
     /// The CA's certificate cannot be parsed.
@@ -57,7 +57,7 @@ pub enum AuthorityError {
     /// The certificate is not that of a CA.
     #[error("the certificate ({subject}) is not that of a CA")]
     NotACa {
-        /// Its subject.
+        /// Subject of the certificate.
         subject: String,
     },
     /// The CA's certificate and key do not match.
@@ -75,7 +75,7 @@ pub enum AuthorityError {
 pub struct Issued {
     /// The certificate.
     pub certificate: String,
-    /// Its private key, PKCS #8.
+    /// Private key of the certificate (PKCS #8).
     pub key: String,
 }
 
@@ -106,7 +106,7 @@ impl Authority {
     /// Signing takes most of a handshake's time.
     ///
     /// # Errors
-    /// The errors of rcgen.
+    /// [`AuthorityError::Make`] if rcgen fails.
     pub fn make(name: &str, days: u32, now: SystemTime) -> Result<Issued, AuthorityError> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
         let mut params = params(name, now, now + DAY * days);
@@ -125,7 +125,7 @@ impl Authority {
     /// Opens an existing CA, made by Hotlift or by other tools.
     ///
     /// # Errors
-    /// If certificate and key are not those of a CA.
+    /// If certificate or key cannot be parsed, they do not match, or the certificate is not that of a CA.
     pub fn open(certificate: &str, key: &str) -> Result<Self, AuthorityError> {
         let der = CertificateDer::from_pem_slice(certificate.as_bytes());
         let der = der.map_err(|_| NotACertificate)?;
@@ -147,16 +147,17 @@ impl Authority {
         })
     }
 
-    /// Returns its own certificate.
+    /// Returns names and times of the CA's own certificate.
     #[must_use]
     pub fn identity(&self) -> &Identity {
         &self.identity
     }
 
-    /// Makes a host's certificate for its `names`; the first becomes the common name. It ends no later than the CA.
+    /// Makes a certificate for a host with these `names`; the first name becomes the common name. The certificate ends no later
+    /// than the CA's.
     ///
     /// # Errors
-    /// If a name is invalid, or the CA has expired.
+    /// If `names` is empty, a name is invalid, or the CA has expired.
     pub fn issue<T: AsRef<str>>(
         &self,
         names: &[T],
@@ -201,7 +202,7 @@ fn params(name: &str, now: SystemTime, ends: SystemTime) -> CertificateParams {
     params
 }
 
-/// Returns `name` as a subjectAltName. Rejects wildcards: one stolen key would be that of every host.
+/// Returns `name` as a subjectAltName. Rejects wildcards: one stolen key could impersonate every host.
 fn alternative(name: &str) -> Result<SanType, AuthorityError> {
     let bad = || AuthorityError::BadName {
         name: name.to_owned(),

@@ -7,13 +7,13 @@ use crate::identity::Identity;
 /// An invalid list of patterns.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AuthzError {
-    /// No pattern.
+    /// The list has no pattern.
     #[error("the list of allowed names is empty: no client can connect")]
     Empty,
-    /// An empty pattern.
+    /// A pattern is empty.
     #[error("pattern {number} of the list of allowed names is empty")]
     EmptyPattern {
-        /// Its number, from 1.
+        /// Number of the pattern in the list, from 1.
         number: usize,
     },
 }
@@ -82,8 +82,8 @@ fn is_address(pattern: &str) -> bool {
     pattern.contains(':') || pattern.chars().all(is_part)
 }
 
-/// Replaces escaped commas in a distinguished name. Otherwise a star before a comma could match the backslash of an escaped
-/// one.
+/// Replaces escaped commas in a distinguished name by another character. Otherwise a star before a comma could match the
+/// backslash of an escaped comma.
 fn unescaped(name: &str) -> String {
     name.replace("\\,", "\u{1}")
 }

@@ -15,7 +15,7 @@ const DATA: &str = "EXPORTER-hotlift-data";
 /// Length of an exported value and of a proof, in bytes.
 const LENGTH: usize = 32;
 
-/// Values that only the two ends of a connection can compute. Cheap to clone; useless for decrypting the connection.
+/// Computes values that only the two ends of a connection know. Cheap to clone. It cannot decrypt the connection.
 #[derive(Clone)]
 pub struct Exporter {
     secret: Arc<OkmBlock>,
@@ -29,7 +29,7 @@ impl fmt::Debug for Exporter {
 }
 
 impl Exporter {
-    /// Returns the value of `label` and `context`, the same at both ends. Unregistered labels begin with `EXPORTER`.
+    /// Returns the exported value for `label` and `context`, the same at both ends. Unregistered labels begin with `EXPORTER`.
     #[must_use]
     pub fn export(&self, label: &str, context: &[u8]) -> [u8; LENGTH] {
         let hash = self.suite.common.hash_provider;
@@ -47,8 +47,8 @@ impl Exporter {
         value
     }
 
-    /// Returns the proof that the client of connection `data` sends on it, to bind it to this conversation. It requires the
-    /// secrets of both connections, and fits no other connection.
+    /// Returns the proof that connection `data` belongs to the conversation on this connection. The client of `data` sends the
+    /// proof on `data`. The proof requires the secrets of both connections, and is valid for no other connection.
     #[must_use]
     pub fn proof(&self, data: &Self) -> [u8; LENGTH] {
         let mut proof = [0; LENGTH];
@@ -70,7 +70,7 @@ impl Exporter {
             context,
         ];
         let expander = self.suite.hkdf_provider.expander_for_okm(secret);
-        // Only more than 255 blocks fail; no value here has more than two.
+        // Fails only for more than 255 blocks of output; no value here has more than two.
         let _ = expander.expand_slice(&info, to);
     }
 }
@@ -93,7 +93,7 @@ impl fmt::Debug for ExporterSecret {
     }
 }
 
-/// Label in NSS's key log.
+/// Label of the exporter's secret in NSS's key log format.
 const EXPORTER_SECRET: &str = "EXPORTER_SECRET";
 
 impl KeyLog for ExporterSecret {

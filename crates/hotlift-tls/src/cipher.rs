@@ -6,7 +6,7 @@ use rustls::ConnectionTrafficSecrets;
 use crate::error::RecordError;
 use crate::record::{HEADER, MAX_INNER, OVERHEAD, TAG, header};
 
-/// Seals or opens the records of one direction with one key, each with its own number (RFC 8446, section 5.3).
+/// Seals or opens the records of one direction with one key. Each record has its own number (RFC 8446, section 5.3).
 #[derive(Debug)]
 pub(crate) struct Cipher {
     key: LessSafeKey,
@@ -16,7 +16,7 @@ pub(crate) struct Cipher {
 }
 
 impl Cipher {
-    /// Creates it from `secrets`; the next record has number `sequence`.
+    /// Creates a cipher from `secrets`. `sequence` is the number of the next record.
     pub(crate) fn new(
         (sequence, secrets): (u64, ConnectionTrafficSecrets),
     ) -> Result<Self, RecordError> {
@@ -34,7 +34,7 @@ impl Cipher {
         Self::of(algorithm, key.ok_or(RecordError::Keys)?, iv, sequence)
     }
 
-    /// Creates it from a key with the length that `algorithm` requires.
+    /// Creates a cipher from a key with the length that `algorithm` requires. `sequence` is the number of the next record.
     pub(crate) fn of(
         algorithm: &'static aead::Algorithm,
         key: &[u8],
@@ -64,8 +64,8 @@ impl Cipher {
         Nonce::assume_unique_for_key(nonce)
     }
 
-    /// Seals the plaintext in `record` as a record of type `kind`. The plaintext must be between the space for the header and
-    /// that for type and tag.
+    /// Seals `record` in place, as a record of type `kind`. `record` must contain space for the header, the plaintext, and
+    /// space for type and tag.
     pub(crate) fn seal(&mut self, kind: u8, record: &mut [u8]) -> Result<(), RecordError> {
         let header = header_of(record)?;
         let nonce = self.nonce();
@@ -118,7 +118,7 @@ impl Cipher {
     }
 }
 
-/// Returns the header of a record before it is sealed.
+/// Returns the header for a record that is not sealed yet.
 fn header_of(record: &[u8]) -> Result<[u8; HEADER], RecordError> {
     let length = record.len().checked_sub(HEADER);
     let length = length.filter(|length| (1 + TAG..=MAX_INNER + TAG).contains(length));

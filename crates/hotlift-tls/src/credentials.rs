@@ -42,7 +42,7 @@ pub enum Role {
 impl Role {
     pub(crate) const ALL: [Self; 2] = [Self::Server, Self::Client];
 
-    /// Returns its name in messages.
+    /// Returns the role's name in messages.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -52,7 +52,7 @@ impl Role {
     }
 }
 
-/// Names of the files in a folder.
+/// Names of the files in a folder of certificates.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Layout {
     pub(crate) ca: &'static str,
@@ -113,10 +113,10 @@ const OTHERS: [(&str, &str); 2] = [
     ("dh-params.pem", "tls-creds-anon"),
 ];
 
-/// Returns the first of [`FOLDERS`] that has a CA.
+/// Returns the first folder of [`FOLDERS`] that has a CA.
 ///
 /// # Errors
-/// If none has a CA.
+/// If no folder has a CA.
 pub fn find_folder() -> Result<PathBuf, CredentialsError> {
     first_of(&FOLDERS.map(PathBuf::from))
 }
@@ -136,15 +136,15 @@ pub enum Warning {
     Ends {
         /// The file.
         file: PathBuf,
-        /// Its end.
+        /// End of the certificate's validity.
         at: SystemTime,
-        /// True if it has ended.
+        /// True if the certificate has ended.
         is_over: bool,
     },
     /// Other users may read a private key.
     ///
-    /// Not an error: Kubernetes mounts secrets with mode 0644 into a container whose files are not visible to others, QEMU
-    /// accepts such keys, and a refused migration would be a worse surprise.
+    /// Not an error: Kubernetes mounts secrets with mode 0644 into a container whose files are not visible to others, and QEMU
+    /// accepts such keys.
     KeyIsReadable {
         /// The file.
         file: PathBuf,
@@ -155,11 +155,11 @@ pub enum Warning {
     ListOfOtherCa {
         /// The file.
         file: PathBuf,
-        /// The CA.
+        /// Name of the CA.
         issuer: String,
     },
-    /// The files have changed, and are not usable now: a renewal writes two files, one after the other. The earlier ones stay
-    /// in use, including the list of revoked certificates.
+    /// The files have changed, and cannot be used now: a renewal may have written only the first of two files. The certificates
+    /// that were read before stay in use, including the list of revoked certificates.
     NotTakenUp {
         /// The reason.
         problem: String,
@@ -197,11 +197,11 @@ pub(crate) struct OwnCertificate {
     pub(crate) file: PathBuf,
     pub(crate) identity: Identity,
     pub(crate) key: Arc<SingleCertAndKey>,
-    /// Subjects of the CA certificates that follow it in its file.
+    /// Subjects of the CA certificates that follow this certificate in its file.
     authorities: Vec<String>,
 }
 
-/// Content of the files.
+/// Content of the files in a folder of certificates.
 pub(crate) struct Material {
     dir: PathBuf,
     layout: Layout,
@@ -296,8 +296,8 @@ impl Material {
     }
 }
 
-/// Returns true if the file exists, or if this cannot be checked. Reading it then reports the error, whereas skipping a list of
-/// revoked certificates, or a layout's CA, would admit other peers.
+/// Returns true if the file exists, or if this cannot be checked: reading the file then reports the error. If a list of revoked
+/// certificates or a layout's CA were skipped instead, other peers would be admitted.
 fn is_there(path: &Path) -> bool {
     match path.symlink_metadata() {
         Ok(_) => true,
@@ -313,7 +313,7 @@ impl fmt::Debug for Material {
     }
 }
 
-/// A folder of certificates. Each connection checks if its files have changed, and reads them again if so.
+/// A folder of certificates. Before each connection, files that have changed are read again.
 #[derive(Debug)]
 pub struct Credentials {
     dir: PathBuf,
@@ -324,15 +324,15 @@ pub struct Credentials {
 struct Loaded {
     material: Arc<Material>,
     stamps: FileStamps,
-    /// Reason for not using the current files.
+    /// Reason why the current files are not in use; `None` if they are.
     problem: Option<String>,
 }
 
 impl Credentials {
-    /// Reads the folder. It must have a CA; the certificate for a role is only required by a connection.
+    /// Reads the folder, which must have a CA. A role's certificate may be missing; a connection then reports it.
     ///
     /// # Errors
-    /// If a file that exists cannot be used.
+    /// If the folder has no CA, or a file in it cannot be used.
     pub fn open(dir: &Path) -> Result<Self, CredentialsError> {
         let stamps = FileStamps::of(dir);
         Ok(Self {
@@ -354,12 +354,12 @@ impl Credentials {
     /// Checks that there is a certificate for `role`.
     ///
     /// # Errors
-    /// [`CredentialsError::NoCertificate`] if not.
+    /// [`CredentialsError::NoCertificate`] if the certificate is missing.
     pub fn check(&self, role: Role) -> Result<(), CredentialsError> {
         self.current().own(role).map(|_| ())
     }
 
-    /// Returns the material for a connection that begins now.
+    /// Returns the content of the folder for a new connection. Files that have changed are read again.
     pub(crate) fn current(&self) -> Arc<Material> {
         let mut loaded = lock(&self.loaded);
         let stamps = FileStamps::of(&self.dir);
@@ -416,7 +416,7 @@ impl Credentials {
     }
 }
 
-/// Returns a warning if `at`, the end of the certificate in `file`, is past or within [`ENDS_SOON`].
+/// Returns a warning if `at`, the end of the certificate in `file`, is past or within [`ENDS_SOON`]; otherwise `None`.
 fn ends(file: &Path, at: SystemTime, now: SystemTime) -> Option<Warning> {
     (at < now + ENDS_SOON).then(|| Warning::Ends {
         file: file.to_owned(),
@@ -434,7 +434,8 @@ fn key_is_readable(file: &Path) -> Option<Warning> {
     })
 }
 
-/// Metadata that shows that a file was replaced. Symbolic links are followed, since Kubernetes changes one far above the file.
+/// Metadata that shows that a file was replaced. Symbolic links are followed: Kubernetes changes a link in the path of the
+/// file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct FileStamps(Vec<Option<[i128; 5]>>);
 

@@ -31,9 +31,9 @@ pub enum CredentialsError {
     /// A folder with credentials of QEMU that are not certificates.
     #[error("{} is for {object}, which is not supported: use certificates, as for tls-creds-x509", file.display())]
     OtherKind {
-        /// One of its files.
+        /// A file of these credentials.
         file: PathBuf,
-        /// QEMU's object.
+        /// QEMU's object type for these credentials.
         object: &'static str,
     },
     /// The certificate for a role is missing.
@@ -131,52 +131,52 @@ pub enum CredentialsError {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// It has expired.
+    /// The certificate has expired.
     Ended {
-        /// Its end.
+        /// End of the certificate's validity.
         at: SystemTime,
     },
-    /// It is not valid yet.
+    /// The certificate is not valid yet.
     NotYetValid {
-        /// Its beginning.
+        /// Beginning of the certificate's validity.
         from: SystemTime,
     },
-    /// Its CA is not trusted.
+    /// The certificate's CA is not trusted.
     UnknownCa {
-        /// Name of its issuer.
+        /// Name of the certificate's issuer.
         issuer: String,
     },
-    /// It is on the list of revoked certificates.
+    /// The certificate is on the list of revoked certificates.
     Revoked,
-    /// The list of revoked certificates has expired, so the state is unknown.
+    /// The list of revoked certificates has expired, so it is unknown if the certificate is revoked.
     RevocationListEnded {
-        /// The list's end.
+        /// End of the list's validity.
         at: SystemTime,
     },
-    /// It is for another host.
+    /// The certificate is for another host.
     NameMismatch {
         /// The expected name.
         expected: String,
         /// Names in the certificate.
         has: Vec<String>,
     },
-    /// It is not on the allow-list.
+    /// The certificate is not on the allow-list.
     NotAllowed {
         /// The allow-list.
         list: String,
     },
-    /// It has no name of a host.
+    /// The certificate has no name of a host.
     NoName,
-    /// It is a CA's own certificate.
+    /// The certificate is a CA's own certificate, not that of a host.
     OfCa,
     /// The list of revoked certificates cannot be used.
     BadRevocationList(rustls::Error),
-    /// Its extended key usage does not include the role of the peer.
+    /// The certificate's extended key usage does not include the role of the peer.
     Purpose {
         /// Required role: `server` or `client`.
         needed: &'static str,
     },
-    /// Another fault.
+    /// Another fault of the certificate.
     Other(rustls::CertificateError),
 }
 
@@ -229,7 +229,7 @@ impl fmt::Display for Fault {
 /// Missing part of a handshake that timed out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Missing {
-    /// A first message of the other side.
+    /// A complete first message of the other side.
     Start,
     /// The acknowledgement of sent bytes.
     Acknowledgement,
@@ -256,7 +256,7 @@ impl fmt::Display for Missing {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
-    /// This side's files.
+    /// The files of this side's certificates cannot be used.
     #[error(transparent)]
     Credentials(#[from] CredentialsError),
     /// This side's certificate is not valid now, so the other side would reject it.
@@ -278,7 +278,7 @@ pub enum TlsError {
         /// The name.
         name: String,
     },
-    /// The other side's certificate.
+    /// The other side's certificate has a fault.
     #[error("the other side's certificate ({subject}) {fault}")]
     Theirs {
         /// Subject of the certificate.
@@ -321,7 +321,7 @@ pub enum TlsError {
         /// The missing part.
         missing: Missing,
     },
-    /// The other side sent too much.
+    /// The other side sent more bytes than a handshake may have.
     #[error("the other side sent more than {limit} bytes in the TLS handshake")]
     TooMuch {
         /// The limit, in bytes.
@@ -354,7 +354,7 @@ pub enum RecordError {
     /// An unsealed record among sealed ones.
     #[error("received data is not an encrypted TLS record (type {kind})")]
     NotSealed {
-        /// Its first byte.
+        /// First byte of the received data.
         kind: u8,
     },
     /// An invalid length of a record.
@@ -371,21 +371,21 @@ pub enum RecordError {
     Unexpected {
         /// `record` or `message`.
         what: &'static str,
-        /// Its type.
+        /// Type of the record or message.
         kind: u8,
     },
     /// A message that is too long or malformed.
     #[error("a bad TLS message (type {kind}, {length} bytes)")]
     BadMessage {
-        /// Its type.
+        /// Type of the message.
         kind: u8,
-        /// Its length.
+        /// Length of the message, in bytes.
         length: usize,
     },
     /// Too many consecutive records without data.
     #[error("more than {limit} TLS records in a row without data")]
     Idle {
-        /// The limit.
+        /// Maximum number of consecutive records without data.
         limit: u32,
     },
     /// The other side sent an alert.
@@ -397,7 +397,7 @@ pub enum RecordError {
     /// A send after `close_notify`.
     #[error("this side has already closed the TLS connection")]
     Ended,
-    /// An earlier error.
+    /// An earlier error has made the connection unusable.
     #[error("the TLS connection failed before")]
     Failed,
     /// Key derivation failed, which does not happen.
@@ -406,7 +406,7 @@ pub enum RecordError {
 }
 
 impl RecordError {
-    /// Returns the alert for the other side, to send with [`crate::RecordSealer::alert`], if one is useful.
+    /// Returns the alert to send to the other side with [`crate::RecordSealer::alert`]; `None` if the error needs no alert.
     #[must_use]
     pub fn answer(&self) -> Option<Alert> {
         let alert = match self {
@@ -423,7 +423,8 @@ impl RecordError {
 }
 
 impl From<RecordError> for io::Error {
-    /// Returns the system's own error; for others, the kind is `UnexpectedEof` if the connection was cut, else `InvalidData`.
+    /// Returns the system's own error for [`RecordError::Io`]. The kind of other errors is `UnexpectedEof` if the connection
+    /// was cut, and otherwise `InvalidData`.
     fn from(error: RecordError) -> Self {
         match error {
             RecordError::Io(error) => error,
@@ -446,7 +447,7 @@ impl Alert {
         Self(AlertDescription::from(number))
     }
 
-    /// Returns its number.
+    /// Returns the number of the alert.
     #[must_use]
     pub fn number(self) -> u8 {
         u8::from(self.0)
@@ -454,7 +455,7 @@ impl Alert {
 }
 
 impl fmt::Display for Alert {
-    /// Continues a sentence that begins with "the other side".
+    /// Writes the end of a sentence that begins with "the other side".
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let of_certificate = match self.0 {
             AlertDescription::BadCertificate => {

@@ -1,4 +1,4 @@
-//! Both ends of a connection with fixed, published keys, for tests and the fuzz target only. They need records that no peer
+//! Both ends of a connection with fixed, published keys, for tests and the fuzz target only. Tests need records that no peer
 //! would send, and thousands of connections a second. Nothing sent over such a connection is secret.
 
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::record::RECORD_PLAINTEXT;
 use crate::record_opener::RecordOpener;
 use crate::record_sealer::RecordSealer;
 
-/// One end.
+/// One end of a connection with fixed keys.
 #[derive(Debug)]
 pub struct End {
     /// Opens the other end's records.

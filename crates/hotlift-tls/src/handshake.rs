@@ -1,4 +1,4 @@
-//! The handshake. Reads record by record, so that the bytes after it stay in the socket.
+//! The TLS handshake. It reads record by record, so bytes after the handshake stay in the socket.
 
 use std::io::{Read, Write};
 
@@ -55,7 +55,7 @@ macro_rules! connection {
 connection!(UnbufferedClientConnection, ClientConnectionData);
 connection!(UnbufferedServerConnection, ServerConnectionData);
 
-/// Next step of the caller.
+/// Next step of [`drive`].
 enum Next {
     Again,
     ReadRecord,
@@ -104,8 +104,9 @@ pub(crate) fn drive<C: Connection>(
                 return write_all(socket, &mut to_send);
             }
             Next::Done | Next::ReadRecord => {
-                // A client sends this with the following data (RFC 8446, appendix D.4). Sent alone on a socket without
-                // TCP_NODELAY, it would delay that data until its acknowledgement, about 40 ms later.
+                // A client sends this record with the data that follows (RFC 8446, appendix D.4). On a socket without
+                // TCP_NODELAY, a record sent alone would delay the data until the peer acknowledges the record, about 40 ms
+                // later.
                 if to_send != CHANGE_CIPHER_SPEC {
                     write_all(socket, &mut to_send)?;
                 }
@@ -120,7 +121,7 @@ pub(crate) fn drive<C: Connection>(
     }
 }
 
-/// A record without meaning in TLS 1.3, sent for the sake of middleboxes (RFC 8446, appendix D.4).
+/// A record without meaning in TLS 1.3, sent for middleboxes (RFC 8446, appendix D.4).
 const CHANGE_CIPHER_SPEC: [u8; 6] = [20, 3, 3, 0, 1, 1];
 
 fn write_all(socket: &mut BoundedSocket<'_>, to_send: &mut Vec<u8>) -> Result<(), TlsError> {

@@ -25,28 +25,30 @@ pub struct NotACertificate;
 /// Names and times of a certificate, as far as Hotlift uses them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
-    /// Subject, written as in RFC 4514 but in the certificate's order: `C=DE,O=Example,CN=host-a`. Empty if it has none.
+    /// Subject, written as in RFC 4514 but in the certificate's order: `C=DE,O=Example,CN=host-a`. Empty if there is no
+    /// subject.
     pub subject: String,
     /// Subject in the opposite order, which other tools print.
     pub subject_reversed: String,
-    /// Issuer, written as the subject.
+    /// Issuer, in the same format as the subject.
     pub issuer: String,
     /// DNS names in the extension subjectAltName.
     pub dns: Vec<String>,
-    /// IP addresses in that extension.
+    /// IP addresses in the extension subjectAltName.
     pub ip: Vec<IpAddr>,
-    /// URIs in that extension, including SPIFFE identities.
+    /// URIs in the extension subjectAltName, including SPIFFE identities.
     pub uri: Vec<String>,
-    /// True if it may sign certificates.
+    /// True if the certificate may sign other certificates.
     pub is_ca: bool,
-    /// Beginning of its validity.
+    /// Beginning of the certificate's validity.
     pub begins: SystemTime,
-    /// End of its validity.
+    /// End of the certificate's validity.
     pub ends: SystemTime,
 }
 
 impl Identity {
-    /// Returns true if both have the same names, and so belong to one host. A renewed certificate has other times.
+    /// Returns true if both certificates have the same names, and so belong to one host. Times are not compared, since a
+    /// renewed certificate has other times.
     #[must_use]
     pub fn is_of_the_host_of(&self, other: &Self) -> bool {
         let names = |of: &Self| {
@@ -92,7 +94,7 @@ impl Identity {
         Ok(identity)
     }
 
-    /// Returns the names of its host: DNS names, IP addresses, URIs.
+    /// Returns the names of the certificate's host: DNS names, IP addresses, URIs.
     pub fn names(&self) -> impl Iterator<Item = String> + '_ {
         let dns = self.dns.iter().cloned();
         let ip = self.ip.iter().map(IpAddr::to_string);
@@ -101,7 +103,7 @@ impl Identity {
 }
 
 impl fmt::Display for Identity {
-    /// Shows the subject and some of its names.
+    /// Shows the subject and the first names of the certificate's host.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut names: Vec<_> = self.names().take(SHOWN + 1).collect();
         if names.len() > SHOWN {
@@ -163,7 +165,7 @@ fn address(bytes: &[u8]) -> Option<IpAddr> {
     Some(Ipv6Addr::from(bytes).into())
 }
 
-/// Converts seconds since 1970. Earlier times become 1970; a certificate that ends before has expired either way.
+/// Converts seconds since 1970. Earlier times become 1970: a certificate that ends before 1970 has expired anyway.
 pub(crate) fn at(seconds: i64) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(seconds).unwrap_or(0))
 }

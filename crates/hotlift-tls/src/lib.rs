@@ -10,9 +10,12 @@
 //!    └─ RecordOpener   records ─▶ plaintext, decrypted where they were read
 //! ```
 //!
-//! rustls does the handshake, and keeps the key schedule. The records are sealed and opened here: rustls has one object for
-//! both directions, and copies sent data once more, whereas a thread must be able to send while another is blocked in a read.
-//! The halves share the key schedule, behind a lock that only a KeyUpdate takes, and a flag for the peer's request of new keys.
+//! rustls does the handshake, and keeps the key schedule. This crate seals and opens the records itself, because:
+//! - a thread must be able to send while another thread is blocked in a read, and rustls has one object for both directions
+//! - rustls copies sent data once more
+//!
+//! [`RecordSealer`] and [`RecordOpener`] share the key schedule and a flag. Only a KeyUpdate takes the lock of the key
+//! schedule. The flag shows that the peer has requested new keys.
 //!
 //! A connection uses at most [`CONNECTION_MEMORY`] of buffers: 43.5 KiB for the first direction with bulk data, one record for
 //! the other. Buffers grow with the data sent and received: a quiet connection has about 2 KiB.

@@ -14,7 +14,7 @@ use hotlift_mem::lock;
 /// records took 5 % more CPU time on both sides; one of four does not fit into 64 KiB with [`SMALL_BUFFER`].
 pub(crate) const BULK_BUFFER: usize = 3 * (RECORD_PLAINTEXT + OVERHEAD);
 
-/// Buffer size of the other direction: the longest record of any peer.
+/// Buffer size of a direction without bulk data: the longest record of any peer.
 pub(crate) const SMALL_BUFFER: usize = MAX_RECORD;
 
 /// Limit of a connection's buffers, in bytes, for both directions together. The keys and the other side's certificates need
@@ -93,7 +93,8 @@ impl Link {
             && self.update_is_wanted.swap(false, Ordering::Relaxed)
     }
 
-    /// Returns the buffer limit for a direction with bulk data: the large one for the first direction that asks.
+    /// Returns the buffer limit of a direction with bulk data: [`BULK_BUFFER`] for the first direction that calls this, and
+    /// [`SMALL_BUFFER`] for the second one.
     pub(crate) fn claim_bulk(&self) -> usize {
         match self.has_bulk.swap(true, Ordering::Relaxed) {
             false => BULK_BUFFER,

@@ -16,7 +16,7 @@ use crate::verify::own_fault;
 pub struct Listing {
     /// The folder.
     pub dir: PathBuf,
-    /// Its certificates.
+    /// Certificates in the folder.
     pub files: Vec<File>,
     /// Problems of the folder as a whole.
     pub problems: Vec<String>,
@@ -27,7 +27,7 @@ pub struct Listing {
 /// A certificate in a folder.
 #[derive(Debug)]
 pub struct File {
-    /// Its path.
+    /// Path of the file.
     pub path: PathBuf,
     /// Role in which this host uses it; `None` for a CA.
     pub role: Option<Role>,
@@ -86,7 +86,7 @@ impl Listing {
         self.problems().next().is_none()
     }
 
-    /// Returns all problems; those of a certificate include its file.
+    /// Returns all problems. The problem of a certificate begins with the path of its file.
     pub fn problems(&self) -> impl Iterator<Item = String> + '_ {
         let of_files = self.files.iter().flat_map(|file| {
             let problems = file.problems.iter();

@@ -13,7 +13,7 @@ use crate::record::{APPLICATION_DATA, RECORD_PLAINTEXT};
 /// AES-128-GCM, which two Hotlifts negotiate. `memory` should be larger than the caches, like a guest's.
 ///
 /// # Errors
-/// The errors of the cipher; does not happen.
+/// If the cipher fails, which does not happen.
 pub fn measure_cipher(memory: &mut [u8]) -> Result<(Duration, Duration), RecordError> {
     let cipher = || Cipher::of(&aead::AES_128_GCM, &[7; 16], [9; aead::NONCE_LEN], 0);
     let (mut seals, mut opens) = (cipher()?, cipher()?);

@@ -15,13 +15,13 @@ use crate::record::{
 /// Initial buffer size, for a direction with little data.
 const FIRST_BUFFER: usize = 2 << 10;
 
-/// Limit of consecutive records without data: tickets, new keys, empty ones. OpenSSL sends two tickets.
+/// Limit of consecutive records without data, such as tickets, KeyUpdates and empty records. OpenSSL sends two tickets.
 const MAX_IDLE: u32 = 32;
 
-/// The receiving direction. Belongs to one thread at a time.
+/// Receiving direction of a connection. Only one thread at a time may use it.
 ///
-/// A read fills the buffer with what the socket has: up to three records of Hotlift, once the buffer has grown. Records are
-/// decrypted in place, and the caller gets only verified plaintext.
+/// One read of the socket takes up to three records of a Hotlift, once the buffer has grown. Records are decrypted in place,
+/// and the caller gets only verified plaintext.
 #[derive(Debug)]
 pub struct RecordOpener {
     cipher: Cipher,
@@ -65,7 +65,7 @@ struct Message {
 enum Content {
     /// Data in this range of the buffer.
     Data(Range<usize>),
-    /// A message of the TLS layer.
+    /// Messages of the TLS layer, without data.
     Ours,
     Closed,
 }
@@ -86,12 +86,12 @@ impl RecordOpener {
         }
     }
 
-    /// Returns plaintext that was not [consumed](Self::consume) yet; reads more from `from` only if there is none. Returns an
-    /// empty slice only after `close_notify`.
+    /// Returns plaintext that was not [consumed](Self::consume) yet. If there is none, reads more from `from`. Returns an empty
+    /// slice only after `close_notify`.
     ///
     /// # Errors
-    /// See [`RecordError`]; [`RecordError::Truncated`] if `from` ends without `close_notify`. After an error of the connection
-    /// (such as a timeout) reading can continue; after any other it cannot.
+    /// See [`RecordError`]; [`RecordError::Truncated`] if `from` ends without `close_notify`. After [`RecordError::Io`], such
+    /// as a timeout, reading can continue. After any other error it cannot.
     pub fn plaintext(&mut self, from: &mut impl Read) -> Result<&[u8], RecordError> {
         while self.plaintext.is_empty() && self.state != State::Closed {
             let step = match self.state {
@@ -117,13 +117,13 @@ impl RecordOpener {
     /// Removes the first `n` bytes of [`Self::plaintext`].
     ///
     /// # Panics
-    /// If there are fewer.
+    /// If fewer than `n` bytes of plaintext are left.
     pub fn consume(&mut self, n: usize) {
         assert!(n <= self.plaintext.len(), "plaintext that was not given");
         self.plaintext.start += n;
     }
 
-    /// Copies some plaintext to `to`; returns 0 at the end, or if `to` is empty.
+    /// Copies some plaintext to `to` and returns the number of bytes; 0 after `close_notify`, or if `to` is empty.
     ///
     /// # Errors
     /// As for [`Self::plaintext`].
@@ -141,7 +141,7 @@ impl RecordOpener {
     /// Reads until `to` is full.
     ///
     /// # Errors
-    /// As for [`Self::plaintext`]; `UnexpectedEof` in [`RecordError::Io`] if the end comes before.
+    /// As for [`Self::plaintext`]; `UnexpectedEof` in [`RecordError::Io`] if `close_notify` comes before `to` is full.
     pub fn read_exact(&mut self, from: &mut impl Read, to: &mut [u8]) -> Result<(), RecordError> {
         let mut filled = 0;
         while filled < to.len() {
@@ -153,7 +153,7 @@ impl RecordOpener {
         Ok(())
     }
 
-    /// Returns true if [`Self::plaintext`] can return without reading, so that the caller need not wait for the socket.
+    /// Returns true if [`Self::plaintext`] can return without reading: the caller must not wait for the socket first.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         let sealed = &self.buffer[self.sealed.clone()];

@@ -10,8 +10,8 @@ use crate::record::{
     ALERT, APPLICATION_DATA, HANDSHAKE, HEADER, KEY_UPDATE_MESSAGE, RECORD_PLAINTEXT,
 };
 
-/// Plaintext to send, from front to back. [`Self::take`] reads each byte once, and its copy is sealed. So the source may be
-/// guest memory, which changes in the meantime.
+/// Plaintext to send, from front to back. [`Self::take`] reads each byte once, and the copy is sealed. So the source may be
+/// guest memory that changes during the call.
 pub trait Plaintext {
     /// Returns the number of bytes not yet taken.
     fn remaining(&self) -> usize;
@@ -27,7 +27,7 @@ pub trait Plaintext {
     }
 }
 
-/// Slices in order.
+/// Plaintext in several slices, sent in order.
 #[derive(Debug)]
 pub struct Slices<'a, T> {
     parts: &'a [T],
@@ -37,7 +37,7 @@ pub struct Slices<'a, T> {
 }
 
 impl<'a, T: AsRef<[u8]>> Slices<'a, T> {
-    /// Creates it from all bytes of `parts`.
+    /// Creates a plaintext from all bytes of `parts`.
     pub fn new(parts: &'a [T]) -> Self {
         Self {
             parts,
@@ -80,7 +80,7 @@ impl<T: AsRef<[u8]>> Plaintext for Slices<'_, T> {
     }
 }
 
-/// The slices of a vectored write.
+/// Plaintext in the slices of a vectored write.
 impl Plaintext for &mut [IoSlice<'_>] {
     fn remaining(&self) -> usize {
         self.iter().map(|slice| slice.len()).sum()
@@ -97,7 +97,7 @@ impl Plaintext for &mut [IoSlice<'_>] {
     }
 }
 
-/// The sending direction. Belongs to one thread at a time.
+/// Sending direction of a connection. Only one thread at a time may use it.
 ///
 /// Its buffer holds up to three sealed records. [`Self::send`] writes them to the socket; a caller with its own send buffer
 /// calls [`Self::seal`] instead. Bytes are copied at most once: to the place where they are encrypted.
@@ -128,8 +128,8 @@ impl RecordSealer {
     /// Sends all of `from`, with one system call each time the buffer is full.
     ///
     /// # Errors
-    /// The system's error; [`RecordError::Ended`] after [`Self::close`]. After an error nothing can be sent any more: the
-    /// number of bytes that the other side received is unknown.
+    /// [`RecordError::Io`] with the system's error; [`RecordError::Ended`] after [`Self::close`]. After an error nothing can be
+    /// sent any more, because the number of bytes that the other side received is unknown.
     pub fn send(
         &mut self,
         to: &mut impl Write,
@@ -145,8 +145,8 @@ impl RecordSealer {
         Ok(())
     }
 
-    /// Seals as much of `from` as the buffer holds, and returns the records; the caller must send them before the next call.
-    /// Call it until nothing remains of `from`. Returns nothing for no input.
+    /// Seals as much of `from` as fits into the buffer, and returns the records. The caller must send them before the next
+    /// call, and call again until nothing remains of `from`. Returns an empty slice if nothing remains.
     ///
     /// # Errors
     /// [`RecordError::Ended`] after [`Self::close`].
@@ -189,10 +189,10 @@ impl RecordSealer {
         self.send_record(to, APPLICATION_DATA, &[])
     }
 
-    /// Sends `close_notify`. The other direction continues.
+    /// Sends `close_notify`. The receiving direction stays open.
     ///
     /// # Errors
-    /// The system's error; [`RecordError::Ended`] if it was sent before.
+    /// [`RecordError::Io`] with the system's error; [`RecordError::Ended`] if this direction has already ended.
     pub fn close(&mut self, to: &mut impl Write) -> Result<(), RecordError> {
         self.alert(to, Alert::new(0))
     }
@@ -200,7 +200,7 @@ impl RecordSealer {
     /// Sends an alert with the reason of an abort. Nothing can be sent after it.
     ///
     /// # Errors
-    /// The system's error; [`RecordError::Ended`] after an earlier end.
+    /// [`RecordError::Io`] with the system's error; [`RecordError::Ended`] if this direction has already ended.
     pub fn alert(&mut self, to: &mut impl Write, alert: Alert) -> Result<(), RecordError> {
         // TLS 1.3 ignores the level, but OpenSSL requires 1 (warning) for close_notify and user_canceled, and 2 (fatal)
         // otherwise.
@@ -248,8 +248,8 @@ impl RecordSealer {
         Ok(at + sealed(content.len()))
     }
 
-    /// Writes a KeyUpdate at `at` in the buffer if the key has reached its record limit, or the other side requested one. If
-    /// the buffer has no room, it is sent later. Returns the place of the next record.
+    /// Writes a KeyUpdate at `at` in the buffer if the key has reached its record limit, or if the other side requested a
+    /// KeyUpdate. If the buffer has no room, the KeyUpdate is sent later. Returns the place of the next record.
     fn update_key_if_due(&mut self, at: usize) -> Result<usize, RecordError> {
         let is_last = self.cipher.records() + 1 >= self.records_per_key;
         let has_room = self.buffer.len() - at >= sealed(KEY_UPDATE_MESSAGE.len());
@@ -275,7 +275,7 @@ impl RecordSealer {
     }
 }
 
-/// Returns the length of the records of `plaintext` bytes.
+/// Returns the total length of the sealed records for `plaintext` bytes.
 fn whole(plaintext: usize) -> usize {
     let full = plaintext / RECORD_PLAINTEXT;
     let rest = plaintext % RECORD_PLAINTEXT;

@@ -10,7 +10,8 @@ pub const HANDSHAKE_BEGINS: [u8; 2] = [0x16, 3];
 pub const ALERT_BEGINS: [u8; 2] = [0x15, 3];
 
 /// Returns true if a connection that begins with `first` uses TLS: a handshake record, or an alert of a peer that expected TLS.
-/// QEMU's stream begins with `QEVM`, its channels with `11 22 33 44`, a conversation with `{`: none matches.
+/// Connections without TLS never match: QEMU's stream begins with `QEVM`, its channels with `11 22 33 44`, and a conversation
+/// between two Hotlifts with `{`.
 #[must_use]
 pub fn is_tls(first: [u8; SNIFFED]) -> bool {
     let [kind, major, minor] = first;

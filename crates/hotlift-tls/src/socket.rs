@@ -28,7 +28,7 @@ pub(crate) struct BoundedSocket<'a> {
     time: Duration,
     deadline: Instant,
     bytes: usize,
-    /// Number of bytes that may still be read, of the `bytes` in all.
+    /// Number of bytes that may still be read. It starts at `bytes`.
     left: usize,
     wake_fd: Option<BorrowedFd<'a>>,
     is_cancelled: &'a dyn Fn() -> bool,
@@ -45,7 +45,8 @@ fn missing(has_sent: bool, unacknowledged: impl FnOnce() -> u32) -> Missing {
 }
 
 impl<'a> BoundedSocket<'a> {
-    /// Limits `fd`. Reads and writes fail once `is_cancelled` returns true; it is checked when `wake_fd` becomes readable.
+    /// Limits the use of `fd` to `time` and to `bytes` received bytes. Reads and writes fail once `is_cancelled` returns true.
+    /// `is_cancelled` is also checked when `wake_fd` becomes readable.
     pub(crate) fn new(
         fd: BorrowedFd<'a>,
         time: Duration,
@@ -65,7 +66,7 @@ impl<'a> BoundedSocket<'a> {
         }
     }
 
-    /// Converts the error of a read or write.
+    /// Converts the error of a read or write to an error of the handshake.
     pub(crate) fn explain(&self, error: io::Error) -> TlsError {
         match error.kind() {
             io::ErrorKind::UnexpectedEof

@@ -38,11 +38,11 @@ const ALPN: &str = "hotlift/1";
 /// Kind of the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Profile {
-    /// Another Hotlift: uses ALPN, and the server's first record confirms that it accepts the client. A TLS 1.3 client finishes
-    /// before the server has verified its certificate. With the confirmation, it receives a refusal while it connects, not
-    /// while it sends.
+    /// Another Hotlift. Both sides use ALPN, and the server's first record confirms that it accepts the client. A TLS 1.3
+    /// client finishes its handshake before the server has verified the client's certificate. With the confirmation, the client
+    /// receives a rejection while it connects, not while it sends.
     Hotlift,
-    /// A QEMU with `tls-creds-x509`: no ALPN, and a refusal arrives with the first read.
+    /// A QEMU with `tls-creds-x509`: no ALPN. The client receives a rejection only with its first read.
     Qemu,
 }
 
@@ -55,12 +55,12 @@ pub struct Settings {
     pub hostname: Option<String>,
     /// QEMU's `tls-authz`: allow-list of peers, in addition to a certificate of the CA.
     pub authz: Option<Arc<Authz>>,
-    /// QEMU's `verify-peer` at the server. Without it the server requests no certificate, and a client sends none; a client
+    /// QEMU's `verify-peer` at the server. If false, the server requests no certificate, and a client sends none. A client
     /// always verifies its server.
     pub verify_peer: bool,
     /// Timeout of a handshake.
     pub handshake_timeout: Duration,
-    /// Records that this side sends with one key.
+    /// Number of records that this side sends with one key before it changes the key.
     pub records_per_key: u64,
 }
 
@@ -86,23 +86,23 @@ pub struct Tls {
     settings: Settings,
 }
 
-/// A connection after its handshake. The halves belong to the reading and the writing thread; both use the same socket.
+/// A connection after its handshake. One thread may use `reader` while another uses `writer`, with the same socket.
 #[derive(Debug)]
 pub struct Session {
     /// The other side's verified certificate; a client without [`Settings::verify_peer`] has none.
     pub peer: Option<Identity>,
     /// Name of the cipher, such as `TLS13_AES_128_GCM_SHA256`.
     pub cipher: String,
-    /// Secret that only the two ends know.
+    /// Computes values that only the two ends know.
     pub exporter: Exporter,
-    /// The receiving half.
+    /// Receiving direction.
     pub reader: RecordOpener,
-    /// The sending half.
+    /// Sending direction.
     pub writer: RecordSealer,
 }
 
 impl Tls {
-    /// Creates it with `credentials`, which may be shared with other settings.
+    /// Creates a value with `credentials`, which several values can share.
     #[must_use]
     pub fn new(credentials: Arc<Credentials>, settings: Settings) -> Self {
         // The first random bytes of a process take 20 to 25 ms. They are made now, so that the first handshake is not delayed.
@@ -133,7 +133,7 @@ impl Tls {
         self.settings.profile
     }
 
-    /// Returns warnings about certificates that work now.
+    /// Returns warnings about certificates that can still be used.
     #[must_use]
     pub fn warnings(&self) -> Vec<Warning> {
         self.credentials.warnings(SystemTime::now())
@@ -145,8 +145,8 @@ impl Tls {
         Listing::read(self.credentials.dir(), SystemTime::now())
     }
 
-    /// Does the client's handshake on `socket`, connected to the host name or IP address `host`. The socket must be blocking
-    /// and without data so far; after an error it should be closed.
+    /// Does the client's handshake on `socket`, connected to the host name or IP address `host`. The socket must be blocking,
+    /// and no data may have been sent or received. After an error it should be closed.
     ///
     /// # Errors
     /// See [`TlsError`].
@@ -154,8 +154,8 @@ impl Tls {
         self.connect_unless(socket, host, None, &|| false)
     }
 
-    /// Does the same as [`Self::connect`], and fails once `is_called_off` returns true. `wake_fd` becomes readable when that
-    /// may have changed; the callback must also drain it.
+    /// Does the same as [`Self::connect`], but fails once `is_called_off` returns true. `wake_fd` must become readable when the
+    /// result of `is_called_off` may have changed; `is_called_off` must read and discard the data in `wake_fd`.
     ///
     /// # Errors
     /// See [`TlsError`].

@@ -32,7 +32,7 @@ impl Seen {
     }
 }
 
-/// Verifies a certificate for one handshake: first rustls, then the allow-list.
+/// Verifies a certificate for one handshake: first by rustls, then by the allow-list.
 #[derive(Debug)]
 pub(crate) struct Verifier<V: ?Sized> {
     pub(crate) chain: Arc<V>,
@@ -59,7 +59,7 @@ impl<V: ?Sized> Verifier<V> {
     }
 }
 
-/// Methods of both verifiers that check signatures: rustls does it.
+/// Methods of both verifiers that check signatures, which rustls's verifier does.
 macro_rules! leaves_signatures_to_the_chain {
     () => {
         fn verify_tls12_signature(
@@ -134,8 +134,8 @@ impl ClientCertVerifier for Verifier<dyn ClientCertVerifier> {
     leaves_signatures_to_the_chain!();
 }
 
-/// Reports a bad signature as an unknown CA, also in the alert to the other side: a CA with the name of ours and another key is
-/// another CA.
+/// Converts the error of a bad signature to the error of an unknown CA, also for the alert to the other side. A CA with the
+/// same name but another key is another CA.
 fn of_another_ca(error: Error) -> Error {
     match error {
         Error::InvalidCertificate(CertificateError::BadSignature) => {
@@ -145,8 +145,9 @@ fn of_another_ca(error: Error) -> Error {
     }
 }
 
-/// Returns the fault that a handshake finds in a certificate of this host if the other side has the same CA and list of revoked
-/// certificates. The name that the other side expects is unknown here; a server's certificate must have at least one.
+/// Returns the fault that a handshake would find in a certificate of this host; `None` if there is none. The other side is
+/// assumed to have the same CA and list of revoked certificates. The name that the other side expects is unknown here, but a
+/// server's certificate must have at least one.
 pub(crate) fn own_fault(
     material: &Material,
     role: Role,
