@@ -127,7 +127,7 @@ pub enum CredentialsError {
     },
 }
 
-/// Fault of the other side's certificate.
+/// Fault of the peer's certificate.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Fault {
@@ -229,11 +229,11 @@ impl fmt::Display for Fault {
 /// Missing part of a handshake that timed out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Missing {
-    /// A complete first message of the other side.
+    /// A complete first message of the peer.
     Start,
     /// The acknowledgement of sent bytes.
     Acknowledgement,
-    /// An answer to bytes that the other side's kernel has received.
+    /// An answer to bytes that the peer's kernel has received.
     Answer,
 }
 
@@ -259,7 +259,7 @@ pub enum TlsError {
     /// The files of this side's certificates cannot be used.
     #[error(transparent)]
     Credentials(#[from] CredentialsError),
-    /// This side's certificate is not valid now, so the other side would reject it.
+    /// This side's certificate is not valid now, so the peer would reject it.
     #[error("our certificate {} is valid only from {} to {}", file.display(), date(*begins), date(*ends))]
     OursNotValid {
         /// The certificate.
@@ -278,7 +278,7 @@ pub enum TlsError {
         /// The name.
         name: String,
     },
-    /// The other side's certificate has a fault.
+    /// The peer's certificate has a fault.
     #[error("the other side's certificate ({subject}) {fault}")]
     Theirs {
         /// Subject of the certificate.
@@ -286,22 +286,22 @@ pub enum TlsError {
         /// The fault.
         fault: Fault,
     },
-    /// The other side sent no certificate.
+    /// The peer sent no certificate.
     #[error("the other side sent no certificate, or has none of a CA that this side trusts")]
     NoCertificate,
-    /// The other side sent an alert.
+    /// The peer sent an alert.
     #[error("the other side {alert}")]
     Refused {
         /// The alert.
         alert: Alert,
     },
-    /// The other side does not use TLS.
+    /// The peer does not use TLS.
     #[error("the other side does not use TLS")]
     PlaintextPeer,
-    /// The other side supports only older versions of TLS.
+    /// The peer supports only older versions of TLS.
     #[error("the other side does not support TLS 1.3")]
     Version,
-    /// The other side uses TLS with another protocol.
+    /// The peer uses TLS with another protocol.
     #[error("the other side uses TLS, but is not a Hotlift (ALPN is not {expected})")]
     OtherProtocol {
         /// The expected protocol.
@@ -321,7 +321,7 @@ pub enum TlsError {
         /// The missing part.
         missing: Missing,
     },
-    /// The other side sent more bytes than a handshake may have.
+    /// The peer sent more bytes than a handshake may have.
     #[error("the other side sent more than {limit} bytes in the TLS handshake")]
     TooMuch {
         /// The limit, in bytes.
@@ -388,7 +388,7 @@ pub enum RecordError {
         /// Maximum number of consecutive records without data.
         limit: u32,
     },
-    /// The other side sent an alert.
+    /// The peer sent an alert.
     #[error("the other side {alert}")]
     Alert {
         /// The alert.
@@ -406,7 +406,7 @@ pub enum RecordError {
 }
 
 impl RecordError {
-    /// Returns the alert to send to the other side with [`crate::RecordSealer::alert`]; `None` if the error needs no alert.
+    /// Returns the alert to send to the peer with [`crate::RecordSealer::alert`]; `None` if the error needs no alert.
     #[must_use]
     pub fn answer(&self) -> Option<Alert> {
         let alert = match self {

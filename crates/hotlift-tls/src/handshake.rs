@@ -66,7 +66,7 @@ enum Next {
 /// A fatal alert, unexpected_message (RFC 8446, section 6), as a record.
 const NOT_TLS: [u8; 7] = [0x15, 0x03, 0x03, 0x00, 0x02, 0x02, 0x0a];
 
-/// Drives `connection` until both sides have sent Finished. Reports errors of rustls to the other side, and returns them
+/// Drives `connection` until both sides have sent Finished. Reports errors of rustls to the peer, and returns them
 /// unchanged in [`TlsError::Handshake`].
 pub(crate) fn drive<C: Connection>(
     connection: &mut C,
@@ -168,7 +168,7 @@ fn read_exact(socket: &mut BoundedSocket<'_>, to: &mut [u8]) -> Result<(), TlsEr
     read.map_err(|error| socket.explain(error))
 }
 
-/// Sends rustls's alert to the other side, which may be gone.
+/// Sends rustls's alert to the peer, which may be gone.
 fn send_alert<C: Connection>(
     connection: &mut C,
     to_send: &mut Vec<u8>,

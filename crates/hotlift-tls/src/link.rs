@@ -17,7 +17,7 @@ pub(crate) const BULK_BUFFER: usize = 3 * (RECORD_PLAINTEXT + OVERHEAD);
 /// Buffer size of a direction without bulk data: the longest record of any peer.
 pub(crate) const SMALL_BUFFER: usize = MAX_RECORD;
 
-/// Limit of a connection's buffers, in bytes, for both directions together. The keys and the other side's certificates need
+/// Limit of a connection's buffers, in bytes, for both directions together. The keys and the peer's certificates need
 /// some more kilobytes; all fit into 64 KiB.
 pub const CONNECTION_MEMORY: usize = BULK_BUFFER + SMALL_BUFFER;
 
@@ -45,7 +45,7 @@ impl<Data: Send> Keys for KernelConnection<Data> {
 /// State of a connection that its reader and its writer share.
 pub(crate) struct Link {
     keys: Mutex<Box<dyn Keys>>,
-    /// True if the other side requested a KeyUpdate (RFC 8446, section 4.6.3).
+    /// True if the peer requested a KeyUpdate (RFC 8446, section 4.6.3).
     update_is_wanted: AtomicBool,
     /// True if a direction uses [`BULK_BUFFER`].
     has_bulk: AtomicBool,
@@ -81,7 +81,7 @@ impl Link {
         lock(&self.keys)
     }
 
-    /// Records the other side's request for a KeyUpdate.
+    /// Records the peer's request for a KeyUpdate.
     pub(crate) fn want_update(&self) {
         self.update_is_wanted.store(true, Ordering::Relaxed);
     }

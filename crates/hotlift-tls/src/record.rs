@@ -48,7 +48,7 @@ pub(crate) const MESSAGE_HEADER: usize = 4;
 /// Longest message after a handshake. Tickets of OpenSSL contain the client's certificate.
 pub(crate) const MAX_MESSAGE: usize = 64 << 10;
 
-/// KeyUpdate message that does not request a KeyUpdate from the other side.
+/// KeyUpdate message that does not request a KeyUpdate from the peer.
 pub(crate) const KEY_UPDATE_MESSAGE: [u8; 5] = [KEY_UPDATE, 0, 0, 1, 0];
 
 /// Returns the header of a sealed record whose body has `length` bytes.

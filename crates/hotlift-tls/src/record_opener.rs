@@ -44,7 +44,7 @@ pub struct RecordOpener {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Open,
-    /// The other side has sent `close_notify`.
+    /// The peer has sent `close_notify`.
     Closed,
     /// The connection has ended without `close_notify`.
     Cut,

@@ -129,7 +129,7 @@ impl RecordSealer {
     ///
     /// # Errors
     /// [`RecordError::Io`] with the system's error; [`RecordError::Ended`] after [`Self::close`]. After an error nothing can be
-    /// sent any more, because the number of bytes that the other side received is unknown.
+    /// sent any more, because the number of bytes that the peer received is unknown.
     pub fn send(
         &mut self,
         to: &mut impl Write,
@@ -184,7 +184,7 @@ impl RecordSealer {
         Ok(&self.buffer[..filled])
     }
 
-    /// Sends an empty record: it confirms to the other side that the handshake is done.
+    /// Sends an empty record: it confirms to the peer that the handshake is done.
     pub(crate) fn send_nothing(&mut self, to: &mut impl Write) -> Result<(), RecordError> {
         self.send_record(to, APPLICATION_DATA, &[])
     }
@@ -248,7 +248,7 @@ impl RecordSealer {
         Ok(at + sealed(content.len()))
     }
 
-    /// Writes a KeyUpdate at `at` in the buffer if the key has reached its record limit, or if the other side requested a
+    /// Writes a KeyUpdate at `at` in the buffer if the key has reached its record limit, or if the peer requested a
     /// KeyUpdate. If the buffer has no room, the KeyUpdate is sent later. Returns the place of the next record.
     fn update_key_if_due(&mut self, at: usize) -> Result<usize, RecordError> {
         let is_last = self.cipher.records() + 1 >= self.records_per_key;
@@ -261,7 +261,7 @@ impl RecordSealer {
         Ok(end)
     }
 
-    /// Switches to the next key, after the KeyUpdate to the other side.
+    /// Switches to the next key, after the KeyUpdate to the peer.
     pub(crate) fn next_key(&mut self) -> Result<(), RecordError> {
         self.cipher = self.link.next_to_send()?;
         Ok(())

@@ -11,7 +11,7 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use crate::error::{Missing, TlsError};
 
-/// The other side sent more bytes than allowed.
+/// The peer sent more bytes than allowed.
 #[derive(Debug, thiserror::Error)]
 #[error("more bytes than are taken")]
 struct TooManyBytes;

@@ -89,7 +89,7 @@ pub struct Tls {
 /// A connection after its handshake. One thread may use `reader` while another uses `writer`, with the same socket.
 #[derive(Debug)]
 pub struct Session {
-    /// The other side's verified certificate; a client without [`Settings::verify_peer`] has none.
+    /// The peer's verified certificate; a client without [`Settings::verify_peer`] has none.
     pub peer: Option<Identity>,
     /// Name of the cipher, such as `TLS13_AES_128_GCM_SHA256`.
     pub cipher: String,
@@ -261,7 +261,7 @@ impl Tls {
     }
 }
 
-/// Returns an error if this side's certificate is not valid now, since the other side would reject it.
+/// Returns an error if this side's certificate is not valid now, since the peer would reject it.
 fn is_valid_now(own: &OwnCertificate) -> Result<(), TlsError> {
     let now = SystemTime::now();
     if own.identity.begins <= now && now <= own.identity.ends {
@@ -290,7 +290,7 @@ impl<'a> Handshake<'a> {
         }
     }
 
-    /// Runs the handshake; the other side has the role `peer`.
+    /// Runs the handshake; the peer has the role `peer`.
     fn run(
         &self,
         mut connection: impl Connection,

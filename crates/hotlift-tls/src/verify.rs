@@ -1,4 +1,4 @@
-//! Verification of the other side's certificate: its names, its CA, and the allow-list.
+//! Verification of the peer's certificate: its names, its CA, and the allow-list.
 
 use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
@@ -51,7 +51,7 @@ impl<V: ?Sized> Verifier<V> {
     fn authorise(&self, identity: &Identity) -> Result<(), Error> {
         match &self.authz {
             Some(list) if !list.allows(identity) => Err(Error::InvalidCertificate(
-                // The other side receives access_denied.
+                // The peer receives access_denied.
                 CertificateError::ApplicationVerificationFailure,
             )),
             _ => Ok(()),
@@ -134,7 +134,7 @@ impl ClientCertVerifier for Verifier<dyn ClientCertVerifier> {
     leaves_signatures_to_the_chain!();
 }
 
-/// Converts the error of a bad signature to the error of an unknown CA, also for the alert to the other side. A CA with the
+/// Converts the error of a bad signature to the error of an unknown CA, also for the alert to the peer. A CA with the
 /// same name but another key is another CA.
 fn of_another_ca(error: Error) -> Error {
     match error {
@@ -145,8 +145,8 @@ fn of_another_ca(error: Error) -> Error {
     }
 }
 
-/// Returns the fault that a handshake would find in a certificate of this host; `None` if there is none. The other side is
-/// assumed to have the same CA and list of revoked certificates. The name that the other side expects is unknown here, but a
+/// Returns the fault that a handshake would find in a certificate of this host; `None` if there is none. The peer is
+/// assumed to have the same CA and list of revoked certificates. The name that the peer expects is unknown here, but a
 /// server's certificate must have at least one.
 pub(crate) fn own_fault(
     material: &Material,

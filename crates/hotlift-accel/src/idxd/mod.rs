@@ -9,7 +9,7 @@
 //! | `queue` | opens a work queue and checks that it works |
 //! | `zero` | detection of zero pages by devices |
 //! | `wait`, `sync` | waits of the completion thread; types that threads share |
-//! | `model`, `simulated` | a software model of a queue, and a function that opens it; for tests, with the feature `simulated` |
+//! | `model`, `simulated` | a software model of a queue, and a function that opens it; for tests (feature `simulated`) |
 //! | `cpu` | CPU instructions that submit descriptors |
 //!
 //! Reading sysfs has no effect on a device. A queue's node in `/dev` is opened only for use, never for a check: a dedicated
