@@ -42,7 +42,7 @@ pub enum MethodError {
         /// Error text or code of the library.
         reason: String,
     },
-    /// The packet to send holds no page, or a partial page.
+    /// The packet to send has no page, or a partial page.
     #[error("{method}: {bytes} bytes to compress are not whole pages")]
     UnevenInput {
         /// Name of the method.

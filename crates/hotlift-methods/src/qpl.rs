@@ -1,8 +1,8 @@
 //! `qpl`: raw deflate pages, as Intel's IAA writes and reads them through libqpl.
 //!
 //! The payload is a table of lengths and the pages' streams without header or trailer (RFC 1951). QEMU's encoder limits output
-//! to one byte less than a page, so that a page that does not shrink is sent uncompressed. Its decoders reject distances beyond
-//! 4 KiB, which a page cannot have, and accept every kind of block.
+//! to one byte less than a page. A page that does not shrink is sent uncompressed. QEMU's decoders reject distances beyond 4
+//! KiB, which a page cannot have, and accept every kind of block.
 //!
 //! A device also reports success for a truncated stream, so the output's length is checked. The CPU does not use libqpl, whose
 //! software is slower than libdeflate and ISA-L.

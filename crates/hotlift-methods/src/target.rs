@@ -39,8 +39,8 @@ impl<'a> Target<'a> {
 
     /// Returns the runs with adjacent ones joined, each byte once.
     ///
-    /// All runs of a packet are borrowed from one RAM block, hence from one mapping. So an address derived from the first run
-    /// of an extent is valid for the whole extent.
+    /// All runs of a packet are borrowed from one RAM block, which is one mapping. So an address derived from the first run of
+    /// an extent is valid for the whole extent.
     pub(crate) fn extents(&self) -> impl Iterator<Item = Extent> + use<'a> {
         let mut runs = self.runs.iter().filter(|run| !run.is_empty()).peekable();
         std::iter::from_fn(move || {

@@ -70,9 +70,9 @@ fn damaged(reason: &'static str) -> MethodError {
 pub enum Delta {
     /// Old and new page are the same; there is nothing to send.
     Same,
-    /// The delta was appended.
+    /// The delta was appended to `out`.
     Encoded,
-    /// The delta would have `limit` bytes or more; the page must be sent uncompressed.
+    /// The delta would not be shorter than a page, or than the limit of [`encode`]; the page must be sent uncompressed.
     Overflow,
 }
 

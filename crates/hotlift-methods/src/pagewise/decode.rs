@@ -49,7 +49,7 @@ impl Decoder {
         let expected = target.bytes();
         let pages = expected / PAGE_SIZE;
         if pages * PAGE_SIZE != expected {
-            // A payload holds whole pages only.
+            // A payload contains whole pages only.
             return Err(MethodError::short(
                 self.method,
                 payload,

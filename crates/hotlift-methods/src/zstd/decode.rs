@@ -35,7 +35,7 @@ pub(super) struct Decoder {
     wants: usize,
     /// Buffer for the pages of a closed frame if they are not contiguous. Grows to the largest packet.
     scratch: Vec<u8>,
-    /// Declared after the context, so that it is dropped later.
+    /// Declared after the context, which must be dropped first.
     memory: Memory,
 }
 
