@@ -11,7 +11,7 @@ pub enum SysfsError {
     /// The file or folder exists but cannot be read.
     #[error(transparent)]
     File(#[from] FileError),
-    /// The file holds no valid value of its attribute.
+    /// The content of the file is not a valid value of its attribute.
     #[error("{} holds '{text}', expected {expected}", path.display())]
     Value {
         /// The file.

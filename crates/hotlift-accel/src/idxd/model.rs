@@ -402,7 +402,7 @@ unsafe fn first_other(base: u64, bytes: usize, pattern: u64) -> Option<usize> {
         // SAFETY: guaranteed by the caller.
         unsafe { byte(base, at) != pattern.to_le_bytes()[at % 8] }
     };
-    // Reads u64 by u64, so that the model is not the bottleneck of its users.
+    // Reads u64 by u64: reading single bytes would slow down the model's users.
     let word = |at: &usize| {
         // SAFETY: guaranteed by the caller; other threads may write it concurrently.
         unsafe { (base as *const u64).byte_add(*at).read_volatile() != pattern }
