@@ -11,9 +11,9 @@ use crate::splice::Pipe;
 
 /// Moves bytes between two sockets through a pipe of references (`splice` both ways).
 ///
-/// With method `none`, a relay's main cost is two copies, into and out of a buffer (measured between a UNIX socket and TCP over
-/// loopback, in packets of 512 KiB). With references only the system calls remain. Only the kernel refers to received pages, so
-/// nothing can change them on the way.
+/// With method `none`, a relay's main cost is two copies, into and out of a buffer. With references only the system calls
+/// remain (measured between a UNIX socket and TCP over loopback, in packets of 512 KiB). Only the kernel refers to received
+/// pages, so nothing can change them on the way.
 ///
 /// A splice to a closed socket raises SIGPIPE: the process must ignore it, which is the default of Rust programs.
 #[derive(Debug)]

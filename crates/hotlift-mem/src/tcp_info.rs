@@ -106,10 +106,10 @@ impl TcpSending {
 }
 
 /// Returns the bytes written to a TCP socket that the peer has not acknowledged (`SIOCOUTQ`). For a UNIX socket: 0 if the peer
-/// has read everything; else more than the number of unread bytes.
+/// has read everything, and otherwise more than the number of unread bytes.
 ///
 /// # Errors
-/// The system's reason.
+/// The system's error.
 pub fn unacknowledged(fd: BorrowedFd<'_>) -> io::Result<u32> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: SIOCOUTQ, which has TIOCOUTQ's number, writes an int, which outlives the call.
