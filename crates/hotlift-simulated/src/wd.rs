@@ -1,6 +1,5 @@
-//! libwd_comp's C interface as far as QEMU's `uadk` uses it, after Linaro/uadk's public headers
-//! (`include/wd_comp.h` of commit 020bb7d, `wd.h` and `wd_sched.h` of 00efb97, `libwd_comp.map` of
-//! 0ad1f5c); only their layout and codes are used.
+//! libwd_comp's C interface, limited to what QEMU's `uadk` uses. Only layout and codes are used, after Linaro/uadk's public
+//! headers (`include/wd_comp.h` of commit 020bb7d, `wd.h` and `wd_sched.h` of 00efb97, `libwd_comp.map` of 0ad1f5c).
 //!
 //! Only sessions of zlib streams are supported. The device writes the header `78 9c`. It skips the header of an input stream
 //! without reading it, as HiSilicon's driver does.
