@@ -17,11 +17,13 @@
 //! [`RecordSealer`] and [`RecordOpener`] share the key schedule and a flag. Only a KeyUpdate takes the lock of the key
 //! schedule. The flag shows that the peer has requested new keys.
 //!
-//! A connection uses at most [`CONNECTION_MEMORY`] of buffers: 43.5 KiB for the first direction with bulk data, one record for
-//! the other. Buffers grow with the data sent and received: a quiet connection has about 2 KiB.
+//! A connection uses at most [`CONNECTION_MEMORY`] of buffers: 43.5 KiB for the first direction with bulk data, and one record
+//! for the second direction. Buffers grow with the data sent and received: a quiet connection has about 2 KiB.
 //!
-//! The callers decide which connections need TLS, how many handshakes with unauthenticated peers may run, and if an end without
-//! `close_notify` is valid (QEMU's main channel).
+//! The callers decide:
+//! - which connections need TLS
+//! - how many handshakes with unauthenticated peers may run
+//! - if an end without `close_notify` is valid (QEMU's main channel)
 //!
 //! # Example
 //!

@@ -99,8 +99,8 @@ impl Plaintext for &mut [IoSlice<'_>] {
 
 /// Sending direction of a connection. Only one thread at a time may use it.
 ///
-/// Its buffer holds up to three sealed records. [`Self::send`] writes them to the socket; a caller with its own send buffer
-/// calls [`Self::seal`] instead. Bytes are copied at most once: to the place where they are encrypted.
+/// The buffer has room for up to three sealed records. [`Self::send`] writes them to the socket; a caller with its own send
+/// buffer calls [`Self::seal`] instead. Bytes are copied at most once: to the place where they are encrypted.
 #[derive(Debug)]
 pub struct RecordSealer {
     cipher: Cipher,

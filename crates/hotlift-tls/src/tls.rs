@@ -105,7 +105,7 @@ impl Tls {
     /// Creates a value with `credentials`, which several values can share.
     #[must_use]
     pub fn new(credentials: Arc<Credentials>, settings: Settings) -> Self {
-        // The first random bytes of a process take 20 to 25 ms. They are made now, so that the first handshake is not delayed.
+        // The first random bytes of a process take 20 to 25 ms. They are made now, before the first handshake.
         let _ = aws_lc_rs::rand::fill(&mut [0]);
         Self {
             credentials,

@@ -170,7 +170,7 @@ pub(crate) fn own_fault(
         }
     };
     match verified.map_err(of_another_ca) {
-        // The name is checked last, so a mismatch means that all else is correct.
+        // The name is checked last, so a mismatch means that all other checks have passed.
         Ok(())
         | Err(Error::InvalidCertificate(
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
