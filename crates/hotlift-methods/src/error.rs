@@ -63,9 +63,9 @@ pub enum MethodError {
     Short {
         /// Name of the method.
         method: &'static str,
-        /// Bytes of the payload.
+        /// Size of the payload in bytes.
         payload: usize,
-        /// Bytes of the packet's pages.
+        /// Total size of the packet's pages in bytes.
         expected: usize,
         /// Bytes that the payload decodes to.
         got: usize,
@@ -75,9 +75,9 @@ pub enum MethodError {
     Long {
         /// Name of the method.
         method: &'static str,
-        /// Bytes of the payload.
+        /// Size of the payload in bytes.
         payload: usize,
-        /// Bytes of the packet's pages.
+        /// Total size of the packet's pages in bytes.
         expected: usize,
     },
     /// The pages are full, and input is left over.
@@ -85,9 +85,9 @@ pub enum MethodError {
     Leftover {
         /// Name of the method.
         method: &'static str,
-        /// Bytes of the payload.
+        /// Size of the payload in bytes.
         payload: usize,
-        /// Unread bytes.
+        /// Payload bytes that the decoder did not read.
         left: usize,
     },
     /// The payload does not end with a flush, so the pages may be incomplete.
@@ -95,7 +95,7 @@ pub enum MethodError {
     NotFlushed {
         /// Name of the method.
         method: &'static str,
-        /// Bytes of the payload.
+        /// Size of the payload in bytes.
         payload: usize,
     },
     /// The channel's compressed stream ended. Senders never end it before the migration completes.

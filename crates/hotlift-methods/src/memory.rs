@@ -22,7 +22,7 @@ struct Counts {
     "{wanted} more bytes, with {used} in use, exceed the memory limit of {limit} bytes (raise --memory-limit)"
 )]
 pub struct OverMemoryLimit {
-    /// Requested bytes.
+    /// Bytes of the rejected request.
     pub wanted: usize,
     /// Bytes in use at that time.
     pub used: usize,
@@ -45,7 +45,7 @@ impl MemoryLimit {
         self.0.limit.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Returns the bytes in use.
+    /// Returns the number of bytes in use.
     #[must_use]
     pub fn used(&self) -> usize {
         self.0.used.load(Ordering::Relaxed)

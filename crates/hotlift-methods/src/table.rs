@@ -27,7 +27,7 @@ pub struct MethodInfo {
     pub levels: Option<RangeInclusive<u8>>,
     /// Default level (QEMU's default); 0 for a method without levels.
     pub default_level: u8,
-    /// Unit of compression.
+    /// Unit that the encoder compresses as a whole.
     pub unit: Unit,
     /// True if a channel's packets must all be decoded, and in order.
     pub stateful: bool,

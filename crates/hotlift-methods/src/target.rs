@@ -14,7 +14,7 @@ pub(crate) struct Target<'a> {
 pub(crate) struct Extent {
     /// Address of the first byte.
     pub(crate) ptr: *mut u8,
-    /// Bytes, never 0.
+    /// Number of bytes, never 0.
     pub(crate) len: usize,
 }
 

@@ -9,15 +9,15 @@ use crate::functions;
 /// Soname that guarantees the layouts below.
 pub(crate) const SONAME: &str = "libisal.so.2";
 
-/// `COMP_OK`.
+/// `COMP_OK`: the call succeeded.
 pub(crate) const COMP_OK: c_int = 0;
 /// `STATELESS_OVERFLOW`: no room for the output.
 pub(crate) const STATELESS_OVERFLOW: c_int = -1;
-/// `NO_FLUSH`.
+/// `NO_FLUSH`: the stream ends without a flush.
 pub(crate) const NO_FLUSH: u16 = 0;
-/// `IGZIP_HUFFTABLE_CUSTOM`.
+/// `IGZIP_HUFFTABLE_CUSTOM`: Huffman codes of the caller.
 pub(crate) const HUFFTABLE_CUSTOM: c_int = 0;
-/// `FULL_FLUSH`.
+/// `FULL_FLUSH`: each call ends with a full flush.
 pub(crate) const FULL_FLUSH: u16 = 2;
 /// `ISAL_DEF_LVL2_EXTRA_LARGE`: a buffer for 128 Ki literals and matches ("tokens"), so most packets are one block. The `SMALL`
 /// buffer costs 5 % more time in both directions for 0.6 % of ratio.
@@ -25,7 +25,7 @@ pub(crate) const LEVEL_2_BUFFER: usize = 593_920;
 
 /// `sizeof(struct isal_zstream)`.
 const STREAM_SIZE: usize = 82_384;
-/// Offset of `internal_state`.
+/// Offset of `internal_state` in `struct isal_zstream`.
 const INTERNAL_STATE: usize = 64;
 /// `sizeof(struct isal_hufftables)`.
 const HUFFTABLES_SIZE: usize = 2_232;

@@ -49,7 +49,7 @@ pub fn library(level: u8) -> String {
 
 /// Encoder of pages; one per thread.
 pub struct Deflater {
-    /// `None` at level 0.
+    /// Compression library; `None` at level 0.
     software: Option<Software>,
     header: [u8; HEADER],
 }

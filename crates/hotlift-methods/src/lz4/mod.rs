@@ -20,7 +20,7 @@ use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError};
 const NAME: &str = "lz4";
 const LIBRARY: &str = "liblz4";
 
-/// Bytes before the block.
+/// Bytes of the head before the block: the size of the pages.
 const HEAD: usize = 4;
 
 pub(crate) fn encoder(_settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {

@@ -21,7 +21,7 @@ pub(crate) use decode::Decoder;
 pub(crate) use device::{Service, trial};
 pub(crate) use encode::Encoder;
 
-/// Bytes of a table's entry.
+/// Bytes of one length in the table.
 const ENTRY: usize = 4;
 
 /// Format around a page's deflate stream.

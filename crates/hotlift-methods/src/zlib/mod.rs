@@ -107,7 +107,7 @@ pub(crate) fn library() -> String {
 struct Encoder {
     /// Compressors of the requested levels. No packet refers to an earlier one, so all levels can write to one stream.
     by_level: Vec<(u8, Box<dyn Compress>)>,
-    /// Index of the current compressor.
+    /// Index of the current compressor in `by_level`.
     current: usize,
     /// The header, until it is written.
     header: Option<[u8; 2]>,

@@ -20,7 +20,7 @@ pub(super) struct Encoder {
 /// Minimum window of libzstd, in bytes (`ZSTD_WINDOWLOG_MIN`).
 const WINDOW_MIN: usize = 1 << 10;
 
-/// Mapping of packets to frames.
+/// Number of packets in a frame: one, or all packets of a channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Framing {
     /// One frame per packet. libzstd buffers no window at either end, and its tables have the size of the packet. But no match
