@@ -22,13 +22,13 @@ pub enum Opcode {
     Noop = 0x00,
     /// Executes a list of descriptors.
     Batch = 0x01,
-    /// Copy.
+    /// Copies a range.
     Memmove = 0x03,
-    /// Fill with an 8-byte pattern.
+    /// Fills a range with an 8-byte pattern.
     Fill = 0x04,
-    /// Compare two ranges.
+    /// Compares two ranges.
     Compare = 0x05,
-    /// Compare a range with an 8-byte pattern.
+    /// Compares a range with an 8-byte pattern.
     ComparePattern = 0x06,
 }
 

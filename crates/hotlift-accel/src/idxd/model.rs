@@ -241,7 +241,7 @@ impl Model {
         }
     }
 
-    /// Ends [`Model::run`].
+    /// Ends [`Model::run`] after the queued descriptors.
     pub fn close(&self) {
         self.lock().closed = true;
         self.arrived.notify_all();

@@ -30,7 +30,7 @@ pub enum QueueError {
     SetUp {
         /// The queue's node.
         path: PathBuf,
-        /// The defect.
+        /// Description of the unsuitable setting, such as "is not enabled".
         what: &'static str,
     },
     /// The driver's attributes are unreadable.
@@ -41,7 +41,7 @@ pub enum QueueError {
     Open {
         /// The queue's node.
         path: PathBuf,
-        /// The system's reason.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
@@ -50,7 +50,7 @@ pub enum QueueError {
     Proof {
         /// The queue's node.
         path: PathBuf,
-        /// The observed result.
+        /// The observed result of the no-op.
         what: String,
     },
 }

@@ -43,7 +43,7 @@ pub struct Place {
 /// State of a device or a queue.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
-    /// Set up, not enabled.
+    /// Not enabled, and so not usable.
     Disabled,
     /// Enabled.
     Enabled,
@@ -60,7 +60,7 @@ pub enum Mode {
     Dedicated,
 }
 
-/// A device.
+/// A DSA or IAA device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Device {
     /// Name, as in `dsa0`.
@@ -71,7 +71,7 @@ pub struct Device {
     pub place: Place,
     /// Version of the hardware interface: 0x100 is 1.0.
     pub version: Option<u32>,
-    /// Enabled or not.
+    /// State of the device.
     pub state: Option<State>,
     /// True if the device can use the address spaces of processes (PASID). Queues of type `user` require this.
     pub pasid_enabled: Option<bool>,
@@ -79,7 +79,7 @@ pub struct Device {
     pub configurable: Option<bool>,
     /// The driver's last error; 0 for none.
     pub cmd_status: Option<u32>,
-    /// Supported operations.
+    /// Operations that the device supports.
     pub op_cap: Option<OpSet>,
     /// Maximum descriptors of a batch.
     pub max_batch_size: Option<u32>,
@@ -104,18 +104,18 @@ pub struct Engine {
     pub group: Option<u32>,
 }
 
-/// A work queue.
+/// A work queue of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkQueue {
     /// Name, as in `wq0.1`.
     pub name: String,
     /// Node in `/dev` that a process opens; exists while the queue is enabled and its type is user.
     pub node: PathBuf,
-    /// Enabled or not.
+    /// State of the queue.
     pub state: Option<State>,
-    /// Kind of access.
+    /// Kind of access to the queue.
     pub mode: Option<Mode>,
-    /// `user`, `kernel`, or `none` until it is set up.
+    /// Type of the queue: `user`, `kernel`, or `none` until it is set up.
     pub queue_type: Option<String>,
     /// Driver: `user` for a node in `/dev`, `crypto` or `dmaengine` for the kernel itself.
     pub driver_name: Option<String>,
@@ -123,7 +123,7 @@ pub struct WorkQueue {
     pub label: Option<String>,
     /// Group of the queue; `None` if it is in no group.
     pub group: Option<u32>,
-    /// Number of entries.
+    /// Number of entries of the queue.
     pub size: Option<u32>,
     /// Entries that unprivileged submitters of a shared queue may use.
     pub threshold: Option<u32>,
@@ -135,13 +135,13 @@ pub struct WorkQueue {
     pub max_batch_size: Option<u32>,
     /// Maximum bytes of one descriptor.
     pub max_transfer_size: Option<u64>,
-    /// Permitted operations.
+    /// Operations that the queue permits.
     pub op_config: Option<OpSet>,
     /// True if the device must not request address translations from the IOMMU for this queue.
     pub ats_disable: Option<bool>,
     /// True if the device must not request absent pages for this queue.
     pub prs_disable: Option<bool>,
-    /// Entries in use.
+    /// Number of entries in use.
     pub occupancy: Option<u32>,
     /// Number of times that the kernel retries a `write` to a full queue.
     pub enqcmds_retries: Option<u32>,

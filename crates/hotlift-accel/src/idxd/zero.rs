@@ -120,7 +120,7 @@ struct BatchMemory {
     /// the page. A batch of several pages uses the next record of `head_records`.
     heads: Vec<usize>,
     head_records: Box<[Record]>,
-    /// Index of the device.
+    /// Index of the device in [`ZeroFinder`].
     device: usize,
     begun: Option<Instant>,
 }
@@ -140,7 +140,7 @@ pub struct ZeroBatch<'a> {
     finder: &'a ZeroFinder,
     flight: Option<Box<BatchMemory>>,
     slot: Arc<Slot>,
-    /// Maximum number of pages.
+    /// Maximum number of pages in the batch.
     room: usize,
     pages: PhantomData<GuestRun<'a>>,
 }

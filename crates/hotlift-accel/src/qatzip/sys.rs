@@ -16,17 +16,17 @@ pub(super) const OK: c_int = 0;
 pub(super) const DUPLICATE: c_int = 1;
 /// `QZ_NO_HW`: the library's own software does the work.
 pub(super) const NO_HARDWARE: i64 = 11;
-/// `QZ_TIMEOUT`.
+/// `QZ_TIMEOUT`: the device did not answer in time.
 pub(super) const TIMEOUT: c_int = -5;
 /// `QZ_NOSW_NO_INST_ATTACH`: other sessions use all instances of the device, or the device is dead.
 pub(super) const NO_INSTANCE: c_int = -103;
 
-/// `QZ_DIR_COMPRESS`, `QZ_DIR_DECOMPRESS`.
+/// `QZ_DIR_COMPRESS`, `QZ_DIR_DECOMPRESS`: directions of a session.
 pub(super) const COMPRESS: u32 = 0;
 pub(super) const DECOMPRESS: u32 = 1;
-/// `QZ_DEFLATE_GZIP_EXT`.
+/// `QZ_DEFLATE_GZIP_EXT`: gzip members with QAT's extra field.
 pub(super) const GZIP_EXT: u32 = 2;
-/// `COMMON_MEM`, `PINNED_MEM`.
+/// `COMMON_MEM`, `PINNED_MEM`: kinds of memory for `qzMalloc`.
 pub(super) const COMMON: c_int = 0;
 pub(super) const PINNED: c_int = 1;
 
@@ -58,7 +58,7 @@ impl Session {
 #[derive(Default)]
 pub(super) struct Params {
     pub(super) direction: u32,
-    /// 1 to 9.
+    /// Compression level, 1 to 9.
     pub(super) level: u32,
     algorithm: u8,
     max_forks: u32,

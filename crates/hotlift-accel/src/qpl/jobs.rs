@@ -42,7 +42,7 @@ pub(super) struct Pool {
     job: Layout,
     /// Maximum number of jobs.
     slots: usize,
-    /// Jobs set up so far.
+    /// Jobs that are initialised so far.
     jobs: Vec<Memory>,
     /// Output of the jobs, a page per job. All pages are touched in advance, since page faults of the device are slow.
     output: Memory,

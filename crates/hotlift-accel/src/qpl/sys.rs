@@ -12,7 +12,7 @@ pub(super) const VARIABLE: &str = "HOTLIFT_LIBQPL";
 
 /// `qpl_path_hardware`. (`qpl_path_auto` is never used: it does not report the path of a job.)
 pub(super) const PATH_HARDWARE: u32 = 1;
-/// `qpl_path_software`.
+/// `qpl_path_software`: the library's own software.
 pub(super) const PATH_SOFTWARE: u32 = 2;
 
 /// `qpl_op_decompress`.
@@ -20,23 +20,23 @@ pub(super) const OP_DECOMPRESS: u32 = 0;
 /// `qpl_op_compress`.
 pub(super) const OP_COMPRESS: u32 = 1;
 
-/// `QPL_FLAG_FIRST`.
+/// `QPL_FLAG_FIRST`: the job begins a stream.
 pub(super) const FLAG_FIRST: u32 = 0x1;
-/// `QPL_FLAG_LAST`.
+/// `QPL_FLAG_LAST`: the job ends a stream.
 pub(super) const FLAG_LAST: u32 = 0x2;
-/// `QPL_FLAG_OMIT_VERIFY`.
+/// `QPL_FLAG_OMIT_VERIFY`: the device does not verify its output.
 pub(super) const FLAG_OMIT_VERIFY: u32 = 0x4000;
 
-/// `qpl_default_level`.
+/// `qpl_default_level`: the compression level.
 pub(super) const LEVEL: u32 = 1;
 
-/// `QPL_STS_OK`.
+/// `QPL_STS_OK`: the job succeeded.
 pub(super) const OK: u32 = 0;
-/// `QPL_STS_BEING_PROCESSED`.
+/// `QPL_STS_BEING_PROCESSED`: the job has not ended.
 pub(super) const BEING_PROCESSED: u32 = 1;
-/// `QPL_STS_MORE_OUTPUT_NEEDED`.
+/// `QPL_STS_MORE_OUTPUT_NEEDED`: the output does not fit.
 pub(super) const MORE_OUTPUT_NEEDED: u32 = 2;
-/// `QPL_STS_QUEUES_ARE_BUSY_ERR`.
+/// `QPL_STS_QUEUES_ARE_BUSY_ERR`: all queues are full.
 pub(super) const QUEUES_ARE_BUSY: u32 = 5;
 
 /// The first fields of `qpl_job`; no others are used. The library reports the total size and owns the rest.

@@ -20,22 +20,22 @@ pub(super) const SLACK: usize = 256;
 pub(super) const SCHED_ROUND_ROBIN: u32 = 0;
 /// `TASK_HW`: on the device, not by CPU instructions.
 pub(super) const TASK_HARDWARE: c_int = 1;
-/// `WD_ZLIB`.
+/// `WD_ZLIB`: zlib streams.
 pub(super) const ALG_ZLIB: u32 = 1;
-/// `WD_COMP_L1`.
+/// `WD_COMP_L1`: compression level 1.
 pub(super) const LEVEL_1: u32 = 1;
-/// `WD_COMP_WS_4K`.
+/// `WD_COMP_WS_4K`: a compression window of 4 KiB.
 pub(super) const WINDOW_4K: u32 = 0;
 /// `WD_DIR_COMPRESS`.
 pub(super) const COMPRESS: u32 = 0;
 /// `WD_DIR_DECOMPRESS`.
 pub(super) const DECOMPRESS: u32 = 1;
 
-/// `-WD_EBUSY`.
+/// `-WD_EBUSY`: the device's queue is full.
 pub(super) const BUSY: c_int = -16;
 /// `-WD_EEXIST`: the process initialised the library before.
 pub(super) const EXISTS: c_int = -17;
-/// `-WD_ENODEV`.
+/// `-WD_ENODEV`: the host has no such device.
 pub(super) const NO_DEVICE: c_int = -19;
 /// `-WD_ETIMEDOUT`: the library polled 200 million times.
 pub(super) const TIMED_OUT: c_int = -110;
