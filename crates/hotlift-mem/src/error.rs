@@ -8,7 +8,7 @@ pub enum MemError {
     /// A RAM block's name does not fit its length byte in the stream.
     #[error("name of a RAM block must have 1 to 255 bytes, got {got}")]
     Name {
-        /// Bytes of the name.
+        /// Length of the name in bytes.
         got: usize,
     },
     /// A RAM block's length is zero or not a whole number of pages.
@@ -54,7 +54,7 @@ pub enum MemError {
     Unaligned {
         /// Name of the RAM block.
         block: String,
-        /// The offset.
+        /// Rejected offset in bytes.
         offset: usize,
         /// Required alignment in bytes.
         align: usize,

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {verb} {}", path.display())]
 pub struct FileError {
-    /// The operation: `read`, `write`.
+    /// The failed operation, as a verb: `read`, `write`.
     pub verb: &'static str,
     /// The file or folder.
     pub path: PathBuf,
-    /// The system's reason.
+    /// The system's error.
     #[source]
     pub source: io::Error,
 }

@@ -191,7 +191,7 @@ impl RamBlock {
         self.run(offset, to.len()).map(|run| run.copy_to(to))
     }
 
-    /// Writes `from` at `offset`.
+    /// Copies `from` to the block, at `offset` in bytes.
     pub fn write(&self, offset: usize, from: &[u8]) -> Result<(), MemError> {
         self.run(offset, from.len()).map(|run| run.copy_from(from))
     }

@@ -23,7 +23,7 @@ pub struct TcpSending {
     pub in_flight: u32,
     /// Unanswered probes of a full window or of an idle connection.
     pub probes: u8,
-    /// Bytes waiting to be sent.
+    /// Bytes in the send queue that were not sent yet.
     pub not_sent: u32,
     /// Time since the last acknowledgement or data from the peer.
     pub since_last_packet: Duration,

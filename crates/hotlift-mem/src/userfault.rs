@@ -153,7 +153,7 @@ pub struct Fault {
 /// A thread that waits for a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Touch {
-    /// The page.
+    /// The page that the thread waits for.
     pub fault: Fault,
     /// Kernel's thread id.
     pub thread: u32,

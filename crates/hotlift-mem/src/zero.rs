@@ -39,7 +39,7 @@ pub static DETECTORS: &[Detector] = &[
 ];
 
 impl Detector {
-    /// Returns true if this machine has the instructions.
+    /// Returns true if this machine has the instructions that the variant requires.
     pub fn available(&self) -> bool {
         (self.available)()
     }
