@@ -10,7 +10,7 @@ use libdeflate_sys::{
 /// Reason why there is no output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Failed {
-    /// The output exceeds its room.
+    /// The output is larger than its buffer.
     DoesNotFit,
     /// The input is not a valid stream.
     Damaged,

@@ -267,7 +267,7 @@ pub unsafe extern "C" fn qzGetStatus(session: *mut Session, status: *mut c_void)
     OK
 }
 
-/// Releases the result of [`qzSetupSessionDeflate`].
+/// Releases the memory that [`qzSetupSessionDeflate`] allocated for a session.
 ///
 /// # Safety
 ///
