@@ -22,7 +22,7 @@ pub const CA_DAYS: u32 = 3650;
 /// certificates. `hotlift certs renew` is one line in a crontab.
 pub const HOST_DAYS: u32 = 365;
 
-/// A new certificate is valid from this long before its creation on: clocks of other hosts may be slow.
+/// Time from the start of a new certificate's validity to its creation: clocks of other hosts may be slow.
 const EARLIER: Duration = Duration::from_secs(3600);
 
 /// Longest common name, in characters (X.520's `ub-common-name`, which GnuTLS and OpenSSL enforce).
@@ -37,7 +37,7 @@ pub enum AuthorityError {
     /// The name is not valid in a certificate.
     #[error("'{name}' is neither a DNS name nor an IP address")]
     BadName {
-        /// The name.
+        /// The invalid name.
         name: String,
     },
     /// The name is a wildcard, and so valid for many hosts.
@@ -45,7 +45,7 @@ pub enum AuthorityError {
         "'{name}' is a wildcard: name each host, as a stolen key could impersonate all of them"
     )]
     Wildcard {
-        /// The name.
+        /// The wildcard.
         name: String,
     },
     /// There is no name for the certificate.

@@ -161,7 +161,7 @@ pub enum Warning {
     /// The files have changed, and cannot be used now: a renewal may have written only the first of two files. The certificates
     /// that were read before stay in use, including the list of revoked certificates.
     NotTakenUp {
-        /// The reason.
+        /// Reason why the files cannot be used.
         problem: String,
     },
 }

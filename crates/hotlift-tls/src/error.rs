@@ -17,7 +17,7 @@ pub enum CredentialsError {
     /// No certificates in any of the folders.
     #[error("no certificates in {}", show(folders))]
     NoFolder {
-        /// The folders.
+        /// The folders, in the order of the search.
         folders: Vec<PathBuf>,
     },
     /// A folder without a CA.
@@ -39,7 +39,7 @@ pub enum CredentialsError {
     /// The certificate for a role is missing.
     #[error("{} is missing: a TLS {role} needs it", file.display())]
     NoCertificate {
-        /// The missing file.
+        /// Path of the missing file.
         file: PathBuf,
         /// `server` (accepts connections) or `client` (makes them).
         role: &'static str,
@@ -60,7 +60,7 @@ pub enum CredentialsError {
     NotPem {
         /// The file.
         file: PathBuf,
-        /// The expected object.
+        /// Kind of the expected object, such as "private key".
         what: &'static str,
     },
     /// A PEM object that is not a certificate.
@@ -87,9 +87,9 @@ pub enum CredentialsError {
         key.display()
     )]
     KeyMismatch {
-        /// The certificate.
+        /// File of the certificate.
         certificate: PathBuf,
-        /// The key.
+        /// File of the key.
         key: PathBuf,
     },
     /// The CA's certificate precedes the host's.
@@ -155,14 +155,14 @@ pub enum Fault {
     },
     /// The certificate is for another host.
     NameMismatch {
-        /// The expected name.
+        /// Name of the host that this side expects.
         expected: String,
-        /// Names in the certificate.
+        /// Host names and addresses in the certificate.
         has: Vec<String>,
     },
     /// The certificate is not on the allow-list.
     NotAllowed {
-        /// The allow-list.
+        /// Patterns of the allow-list.
         list: String,
     },
     /// The certificate has no name of a host.
@@ -176,7 +176,7 @@ pub enum Fault {
         /// Required role: `server` or `client`.
         needed: &'static str,
     },
-    /// Another fault of the certificate.
+    /// Another fault, as rustls reports it.
     Other(rustls::CertificateError),
 }
 
@@ -231,7 +231,7 @@ impl fmt::Display for Fault {
 pub enum Missing {
     /// A complete first message of the peer.
     Start,
-    /// The acknowledgement of sent bytes.
+    /// The peer's acknowledgement of sent bytes.
     Acknowledgement,
     /// An answer to bytes that the peer's kernel has received.
     Answer,
@@ -262,11 +262,11 @@ pub enum TlsError {
     /// This side's certificate is not valid now, so the peer would reject it.
     #[error("our certificate {} is valid only from {} to {}", file.display(), date(*begins), date(*ends))]
     OursNotValid {
-        /// The certificate.
+        /// File of the certificate.
         file: PathBuf,
-        /// Beginning of its validity.
+        /// Beginning of the certificate's validity.
         begins: SystemTime,
-        /// End of its validity.
+        /// End of the certificate's validity.
         ends: SystemTime,
     },
     /// There is no host name to verify the server's certificate.
@@ -275,7 +275,7 @@ pub enum TlsError {
     /// The name is neither a DNS name nor an IP address.
     #[error("'{name}' is neither a DNS name nor an IP address, so no certificate can be for it")]
     BadHostname {
-        /// The name.
+        /// The invalid name.
         name: String,
     },
     /// The peer's certificate has a fault.
@@ -283,7 +283,7 @@ pub enum TlsError {
     Theirs {
         /// Subject of the certificate.
         subject: String,
-        /// The fault.
+        /// Fault of the certificate.
         fault: Fault,
     },
     /// The peer sent no certificate.
@@ -360,16 +360,16 @@ pub enum RecordError {
     /// An invalid length of a record.
     #[error("a TLS record of {length} bytes")]
     BadLength {
-        /// The length.
+        /// The invalid length in bytes.
         length: usize,
     },
-    /// A record without a type.
+    /// A record without a content type: it contains only padding.
     #[error("a TLS record of nothing but padding")]
     NoType,
     /// An unexpected type of record or message.
     #[error("an unexpected TLS {what} ({kind})")]
     Unexpected {
-        /// `record` or `message`.
+        /// Kind of the unexpected object: `record` or `message`.
         what: &'static str,
         /// Type of the record or message.
         kind: u8,
@@ -394,7 +394,7 @@ pub enum RecordError {
         /// The alert.
         alert: Alert,
     },
-    /// A send after `close_notify`.
+    /// A send in a direction that has ended: by `close_notify`, an alert, or a failed send.
     #[error("this side has already closed the TLS connection")]
     Ended,
     /// An earlier error has made the connection unusable.

@@ -33,7 +33,7 @@ pub(crate) const MAX_RECORD: usize = HEADER + MAX_CIPHERTEXT;
 /// full length for AES-GCM; all ciphers use the same limit.
 pub const RECORDS_PER_KEY: u64 = 1 << 24;
 
-/// Content types.
+/// Content types of records.
 pub(crate) const ALERT: u8 = 21;
 pub(crate) const HANDSHAKE: u8 = 22;
 pub(crate) const APPLICATION_DATA: u8 = 23;

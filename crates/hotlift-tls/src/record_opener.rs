@@ -61,7 +61,7 @@ struct Message {
     left: usize,
 }
 
-/// Content of a record.
+/// Content of an opened record.
 enum Content {
     /// Data in this range of the buffer.
     Data(Range<usize>),

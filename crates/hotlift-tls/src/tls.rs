@@ -95,9 +95,9 @@ pub struct Session {
     pub cipher: String,
     /// Computes values that only the two ends know.
     pub exporter: Exporter,
-    /// Receiving direction.
+    /// Opens received records.
     pub reader: RecordOpener,
-    /// Sending direction.
+    /// Seals records to send.
     pub writer: RecordSealer,
 }
 
