@@ -1,6 +1,7 @@
 //! Tables of QEMU's migration capabilities and parameters, and how each command treats them.
 //!
-//! The tables list every name of QEMU 7.2, 10.0 and 11.1. A name in use without a row is refused: it may change the stream.
+//! The tables list every name of QEMU 7.2, 10.0 and 11.1. A capability or parameter without a row may change the stream, so a
+//! QEMU that uses it is refused.
 
 use hotlift::options::qmp_option;
 use serde_json::{Map, Value};
@@ -12,7 +13,7 @@ use crate::error::QemuError;
 pub enum Purpose {
     /// Migrates a guest to or from another QEMU.
     Migrate {
-        /// True if RAM stays in files that both QEMUs map (`--ignore-shared`).
+        /// True if RAM is not sent, but stays in files that both QEMUs map (`--ignore-shared`).
         ignore_shared: bool,
     },
     /// Saves a guest to a file.
@@ -28,9 +29,9 @@ pub enum Treatment {
     Off,
     /// Set to the value that the relay needs, and restored afterwards.
     Set,
-    /// Must be equal: the destination gets the source's value, and is restored afterwards.
+    /// Must be equal on both sides: the destination's value is set to the source's, and restored afterwards.
     Alike,
-    /// Kept as the operator set it: it does not change the stream that a relay carries.
+    /// Unchanged: the capability does not affect a stream that a relay forwards.
     Kept,
     /// The command refuses a QEMU that has it enabled.
     Refused,
@@ -44,7 +45,7 @@ pub struct Capability {
     migrate: Treatment,
     save: Treatment,
     restore: Treatment,
-    /// Reason for the treatment.
+    /// Reason for the treatment, for the operator.
     pub reason: &'static str,
 }
 
@@ -59,7 +60,7 @@ impl Capability {
         }
     }
 
-    /// Sets the treatment by commands that use a file instead of a second QEMU.
+    /// Sets the treatment by a save and by a restore, which use a file instead of a second QEMU.
     const fn with_file(mut self, save: Treatment, restore: Treatment) -> Self {
         (self.save, self.restore) = (save, restore);
         self
@@ -82,7 +83,7 @@ impl Capability {
 /// Capability that keeps RAM in the shared files that back it.
 pub const IGNORE_SHARED: &str = "x-ignore-shared";
 
-/// Capability that gives requested pages their own connection.
+/// Capability to send requested pages over a separate connection (postcopy).
 pub const PREEMPT: &str = "postcopy-preempt";
 
 /// Every capability of QEMU 7.2 to 11.1.
@@ -176,7 +177,7 @@ pub const CAPABILITIES: &[Capability] = {
 pub struct Parameter {
     /// Name in QEMU.
     pub name: &'static str,
-    /// The only accepted value; `None`: every value is accepted.
+    /// The only accepted value; `None` if every value is accepted.
     pub only: Option<&'static str>,
     /// Reason for the treatment.
     pub reason: &'static str,
@@ -259,10 +260,10 @@ pub fn parameter(name: &str) -> Option<&'static Parameter> {
     PARAMETERS.iter().find(|row| row.name == name)
 }
 
-/// Checks that no capability is enabled that this command refuses, or that has no row.
+/// Checks the enabled capabilities in `now`. Each must have a row, and the command must not refuse it.
 ///
 /// # Errors
-/// [`QemuError::Setting`] with the first one.
+/// [`QemuError::Setting`] with the first refused capability.
 pub fn check_capabilities(purpose: Purpose, now: &[(String, bool)]) -> Result<(), QemuError> {
     for (name, _) in now.iter().filter(|(_, is_on)| *is_on) {
         let reason = match capability(name) {
@@ -283,11 +284,11 @@ pub fn check_capabilities(purpose: Purpose, now: &[(String, bool)]) -> Result<()
 
 const UNKNOWN: &str = "this version of hotlift does not know its effect on the stream";
 
-/// Checks that no parameter has a value that the commands refuse. `defaults` returns this QEMU's own default of a parameter
-/// without a row, if QEMU reports it.
+/// Checks that no parameter has a value that the commands refuse. `defaults` returns QEMU's own default of a parameter that has
+/// no row; `None` if QEMU does not report one.
 ///
 /// # Errors
-/// [`QemuError::Setting`] with the first one; those of `defaults`.
+/// [`QemuError::Setting`] with the first refused parameter; errors of `defaults`.
 pub fn check_parameters(
     now: &Map<String, Value>,
     defaults: impl Fn(&str) -> Option<Value>,
@@ -295,7 +296,7 @@ pub fn check_parameters(
     for (name, value) in now {
         let (default, reason) = match parameter(name) {
             Some(row) => (row.only.map(Value::from), row.reason),
-            // A built-in guest of Hotlift: its own migration options are those of a relay.
+            // This QEMU is a built-in guest of Hotlift. Its own migration options correspond to those of a relay.
             None if qmp_option(name).is_some() => continue,
             None => (defaults(name), UNKNOWN),
         };
@@ -330,7 +331,7 @@ fn is_empty(value: &Value) -> bool {
     }
 }
 
-/// Formats a value as an operator writes it.
+/// Formats a value in the syntax of an operator's input.
 pub(crate) fn text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),

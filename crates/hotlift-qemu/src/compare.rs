@@ -1,5 +1,5 @@
-//! Compares two VMs, and finds the differences that QEMU refuses. QEMU itself refuses most of them only when it reads the
-//! devices, after all pages.
+//! Compares two VMs before a migration, and finds the differences that QEMU refuses. QEMU itself refuses most of them only when
+//! it reads the device states, after all pages.
 //!
 //! | difference | QEMU 7.2, 10.0 and 11.1 |
 //! |---|---|
@@ -23,8 +23,8 @@ use serde::Serialize;
 use crate::error::QemuError;
 use crate::vm::Vm;
 
-/// Types of devices without state in the stream: QEMU accepts a destination without them. Found by migrations of QEMU 7.2 and
-/// 10.0 with one of each device.
+/// Device types without state in the stream. QEMU accepts a destination without these devices. Found by migrations of QEMU 7.2
+/// and 10.0 with one device of each type.
 const STATELESS: [&str; 11] = [
     "AMDVI-PCI",
     "adlib",
@@ -39,19 +39,20 @@ const STATELESS: [&str; 11] = [
     "pvpanic",
 ];
 
-/// Maximum number of listed differences of one kind; further ones are only counted.
+/// Maximum number of listed differences of one kind; the others are only counted.
 const MAX_LISTED: usize = 16;
 
-/// Maximum number of listed CPU flags.
+/// Maximum number of CPU flags listed in one difference.
 const MAX_FLAGS: usize = 24;
 
-/// Maximum number of refused differences in an error, which must fit into the reason that one host sends to the other.
+/// Maximum number of refused differences in an error. The error must fit into the failure reason that one host sends to the
+/// other.
 const MAX_IN_ERROR: usize = 3;
 
-/// Text for an absent list entry.
+/// Text for a list entry that only one of the VMs has.
 const NOTHING: &str = "none";
 
-/// The result of one comparison.
+/// Result of the comparison of one value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
@@ -65,7 +66,7 @@ pub enum Outcome {
     Unknown,
 }
 
-/// One comparison.
+/// Comparison of one property of two VMs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Row {
@@ -77,12 +78,12 @@ pub struct Row {
     pub destination: String,
     /// Result of the comparison.
     pub outcome: Outcome,
-    /// Arguments for the destination's command line that remove the difference; empty if none are known.
+    /// Arguments for the destination's command line that remove the difference; empty if the arguments are not known.
     pub remedy: String,
 }
 
 impl Row {
-    /// Creates a row. The values may come from another host, so each text is reduced to one line.
+    /// Creates a row. The values may come from another host, so control characters and line breaks are removed from each text.
     fn new(what: &str, values: [&str; 2], outcome: Outcome, remedy: &str) -> Self {
         let [source, destination] = values.map(one_line);
         Self {
@@ -193,10 +194,10 @@ pub fn compare(source: &Vm, destination: &Vm) -> Vec<Row> {
     rows
 }
 
-/// Rejects the differences that QEMU refuses.
+/// Checks that no row has a difference that QEMU refuses.
 ///
 /// # Errors
-/// [`QemuError::Differs`] with the first refused differences.
+/// [`QemuError::Differs`] with the first `MAX_IN_ERROR` refused differences.
 pub fn check(rows: &[Row]) -> Result<(), QemuError> {
     let refused = rows.iter().filter(|row| row.outcome == Outcome::Refused);
     let mut lines: Vec<_> = refused.map(Row::line).collect();
@@ -213,7 +214,7 @@ pub fn check(rows: &[Row]) -> Result<(), QemuError> {
     })
 }
 
-/// Compares one value.
+/// Compares one value of both VMs.
 fn value<T: PartialEq>(
     what: &str,
     [source, destination]: [&Option<T>; 2],
@@ -257,8 +258,8 @@ fn cpu_flags(source: &Vm, destination: &Vm) -> Row {
     Row::new(what, [&values[0], &values[1]], Outcome::Different, remedy)
 }
 
-/// Compares two lists by key. Returns a row for each difference, or a single row if there is none. `judge` returns the result
-/// of one entry, and its remedy.
+/// Compares two lists by key. Returns one row for each difference, or a single row if the lists are equal. `judge` returns the
+/// result and the remedy of one entry.
 fn list<'a, T>(
     (names, name): (&str, &str),
     [source, destination]: [&'a Option<Vec<T>>; 2],
@@ -279,7 +280,7 @@ fn list<'a, T>(
             "",
         )];
     };
-    // Entries with the same key are distinguished by their order.
+    // Entries with the same key are matched by their order.
     let mut entries: BTreeMap<(&str, usize), [Option<&T>; 2]> = BTreeMap::new();
     for (side, list) in [source, destination].into_iter().enumerate() {
         let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
@@ -348,12 +349,12 @@ fn memory_devices(source: &Vm, destination: &Vm) -> Vec<Row> {
             (Some(here), Some(there)) => {
                 let outcome = match [here, there].iter().all(|it| it.kind == "virtio-mem") {
                     true => Outcome::Refused,
-                    // The row of the RAM block reports a difference in size.
+                    // A difference in size is reported in the row of the RAM block.
                     false => Outcome::Different,
                 };
                 (outcome, format!("the same -device of {}", here.memdev))
             }
-            // QEMU refuses this because of the missing RAM block, which has its own row.
+            // QEMU refuses this because the RAM block is missing, which is reported in a separate row.
             (Some(here), None) => {
                 let remedy = format!("its -object and -device of {}", here.memdev);
                 (Outcome::Different, remedy)
@@ -380,17 +381,19 @@ fn ram_blocks(source: &Vm, destination: &Vm) -> Vec<Row> {
     )
 }
 
-/// Returns true if the destination's RAM block accepts the pages of the source's block of the same name.
+/// Returns true if the RAM block `there` of the destination can receive the pages of the source's block `here` of the same
+/// name.
 fn takes(there: &RamBlock, here: &RamBlock) -> bool {
     if there.bytes == here.bytes {
         return true;
     }
-    // QEMU can resize only the blocks of files that firmware loads. Besides the name, only a size below the maximum shows this.
+    // QEMU can resize only blocks of files that firmware loads. A block is recognised by its name, or by a size below its
+    // maximum.
     let can_resize = there.bytes < there.max_bytes || there.name.starts_with("/rom@");
     can_resize && here.bytes <= there.max_bytes
 }
 
-/// Returns the arguments that give a QEMU this RAM block.
+/// Returns the command line arguments that add this RAM block to a QEMU.
 fn block_remedy(block: &RamBlock) -> String {
     let name = block.name.as_str();
     let bytes = block.bytes;
@@ -406,7 +409,7 @@ fn block_remedy(block: &RamBlock) -> String {
 }
 
 fn devices(source: &Vm, destination: &Vm) -> Vec<Row> {
-    // Devices below a missing device are not listed separately.
+    // Devices on the bus of a missing device are not listed separately.
     let mut missing: HashSet<&str> = HashSet::new();
     list(
         ("devices", "device"),
@@ -450,20 +453,20 @@ fn devices(source: &Vm, destination: &Vm) -> Vec<Row> {
 }
 
 fn is_same_type(here: &MachineDevice, there: &MachineDevice) -> bool {
-    // `acpi-ged` is `acpi-ged-x86` before QEMU 8.0.
+    // QEMU before 8.0 names the device `acpi-ged-x86`, later versions `acpi-ged`.
     let [here, there] = [here, there].map(|it| it.kind.trim_end_matches("-x86"));
     general_type(here) == general_type(there)
 }
 
 fn is_alike(here: &MachineDevice, there: &MachineDevice) -> bool {
-    // QEMU 7.2 reports no vectors for devices that have none in 10.0.
+    // QEMU 7.2 reports no number of vectors for some devices for which 10.0 reports a number.
     let vectors = here.vectors.zip(there.vectors);
     is_same_type(here, there)
         && here.pci == there.pci
         && vectors.is_none_or(|(here, there)| here == there)
 }
 
-/// Returns the arguments that give a QEMU this device.
+/// Returns the command line arguments that add this device to a QEMU.
 fn device_remedy(device: &MachineDevice) -> String {
     let MachineDevice {
         place,

@@ -5,11 +5,11 @@ use std::time::Duration;
 use hotlift_qmp::{Client, Qemu, QmpAddress, QmpError};
 use hotlift_terminal::output::warn;
 
-/// Interval between queries for changes that may cause no event: the end of a migration's threads, and state changes without
-/// the capability `events`.
+/// Interval between queries for changes that may cause no event. Examples are the end of a migration's threads, and state
+/// changes without the capability `events`.
 pub const QUERY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Connects within `timeout`; prints a line if it must wait for the socket.
+/// Connects within `timeout`. If the socket does not accept at once, prints a line that the command waits.
 ///
 /// # Errors
 /// As [`Qemu::connect`].

@@ -1,4 +1,4 @@
-//! The destination's QEMU, which another process or this one has started.
+//! The destination's QEMU, started by this process or by another one.
 
 use std::ffi::OsString;
 use std::os::fd::BorrowedFd;
@@ -24,54 +24,55 @@ use crate::settings::{self, Changed};
 use crate::vm::Vm;
 use hotlift_mem::lock;
 
-/// Timeout of the connection to the QMP socket of a waiting QEMU.
+/// Timeout of the connection to the QMP socket of a QEMU that waits for a guest.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Timeout of one answer while a caller waits for QEMU's statement. A main loop that hangs on storage answers later, so it is
-/// queried again.
+/// Timeout of one answer while the caller waits for QEMU's statement on the guest. QEMU's main loop may hang on storage: then
+/// the query is repeated.
 const ASK: Duration = Duration::from_secs(1);
 
-/// Interval between queries to a QEMU that does not answer: the queries stay in its socket.
+/// Interval between queries to a QEMU that does not answer. Unanswered queries stay in the socket's buffer, so they must be
+/// rare.
 const ASK_AGAIN: Duration = Duration::from_secs(3);
 
-/// Timeout of one answer while the devices may be loading. The restore waits as well, and a main loop that has returned answers
-/// within milliseconds.
+/// Timeout of one answer while QEMU may be loading devices. The restore waits during the query. A main loop that does not load
+/// answers within milliseconds.
 const ASK_WHETHER_LOADING: Duration = Duration::from_millis(250);
 
-/// Time in which a QEMU whose stream broke early may report the reason.
+/// Time in which QEMU may report why its stream broke early.
 const REASON: Duration = Duration::from_secs(5);
 
-/// Number of consecutive polls after which a QEMU that has loaded a guest's devices counts as one that does not start it. Its
-/// main loop starts the guest and answers QMP, in either order.
+/// Number of polls in a row after which a guest that is loaded and not started counts as not started by QEMU. QEMU's main loop
+/// starts the guest and answers QMP, in either order.
 const START_POLLS: u32 = 20;
 
-/// Interval between these polls.
+/// Interval between the polls counted by [`START_POLLS`].
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Prefix of the names of sockets for a lazy restore, which sends pages on request.
+/// Prefix of the names of sockets for a lazy restore, which loads pages when the guest touches them.
 const LAZY: &str = "lazy-";
 
-/// A QEMU that waits with `-incoming defer`.
+/// The destination's QEMU, started with `-incoming defer`.
 pub struct Destination {
     qemu: Mutex<Qemu>,
     process: Option<Mutex<Started>>,
     custody: Custody,
     changed: Option<Changed>,
-    /// Folder of the socket for the stream.
+    /// Folder of the socket that receives the stream.
     folder: OwnFolder,
-    /// Earliest time of the next query, after QEMU did not answer.
+    /// Earliest time of the next query; `None` unless the last query timed out.
     ask_again_at: Mutex<Option<Instant>>,
     /// True if QEMU was started with `-S`; `None` if unknown.
     waits: Option<bool>,
     /// State of the guest before the migration.
     before: Mutex<PreviousState>,
-    /// True if QEMU had run the guest before this process connected.
+    /// True if the guest had run in this QEMU before this process connected.
     had_guest: bool,
-    /// The final statement, once there is one.
+    /// The final statement of QEMU; `None` until it is known.
     settled: Mutex<Option<Statement>>,
 }
 
-/// Statement of a QEMU on the guest that was sent to it.
+/// Statement on the location and the state of the guest, from the answers of the destination's QEMU.
 #[derive(Debug, Clone)]
 pub enum Statement {
     /// QEMU has the guest, in the expected run state.
@@ -79,24 +80,24 @@ pub enum Statement {
         /// Run state of the guest.
         state: RunState,
     },
-    /// QEMU has the guest and does not run it, though the guest ran at the source. The operator decides: this QEMU is not
-    /// ended, because another process started it, or because the state may be intended.
+    /// QEMU has the guest and does not run it, though the guest ran at the source. QEMU is not ended: another process started
+    /// it, or the state may be intended. The operator decides.
     Stopped {
-        /// Both states, in one line.
+        /// The guest's states at the source and in this QEMU, in one line.
         reason: String,
         /// True if a `cont` may run the guest.
         can_run: bool,
     },
-    /// QEMU had the guest and never ran it, though the guest ran at the source. This process has ended this QEMU.
+    /// QEMU had the guest and never ran it, though the guest ran at the source. This process has ended QEMU.
     Ended {
-        /// Both states, and QEMU's errors, in one line.
+        /// The guest's states at the source and in this QEMU, and QEMU's errors, in one line.
         reason: String,
     },
-    /// QEMU had the guest, and has ended since.
+    /// QEMU had the guest. The guest and QEMU have ended since.
     GuestEnded {
-        /// The way it ended, as a clause.
+        /// How the guest ended, as a clause.
         how: String,
-        /// True if the guest has ended by itself; false if another program has ended this QEMU.
+        /// True if the guest has ended by itself; false if another program has ended its machine.
         by_itself: bool,
     },
     /// QEMU has no guest and never will: its migration has failed, or its process has ended.
@@ -104,16 +105,17 @@ pub enum Statement {
         /// Reason, in one line.
         reason: String,
     },
-    /// None of the other statements is certain.
+    /// The state of the guest in QEMU is not known with certainty.
     Unknown {
         /// True if QEMU answers, but has not reached a final state yet.
         answers: bool,
-        /// QEMU's report, or the reason why it cannot be reached, in one line.
+        /// QEMU's report, or the reason why QEMU cannot be reached, in one line.
         reason: String,
     },
 }
 
-/// Explains why a QEMU refuses to enable postcopy: QEMU itself writes the details only to its log.
+/// Converts QEMU's refusal of the postcopy capability. QEMU writes the details only to its log, so the error explains possible
+/// causes.
 fn without_postcopy(error: QmpError) -> QemuError {
     match error {
         QmpError::Command { desc, .. } if desc.contains("Postcopy is not supported") => {
@@ -123,7 +125,7 @@ fn without_postcopy(error: QmpError) -> QemuError {
     }
 }
 
-/// Returns the progress of the devices in a lazy restore, from QEMU's answers.
+/// Returns the progress of loading the devices in a lazy restore, from QEMU's answers.
 ///
 /// # Errors
 /// QEMU's reason for refusing the devices.
@@ -133,37 +135,37 @@ fn loading(info: &MigrationInfo, state: &StatusInfo) -> Result<Loading, String> 
     }
     match (info.status(), &info.error_desc) {
         ("failed" | "postcopy-active" | "postcopy-device", Some(reason)) => Err(reason.clone()),
-        // QEMU 11.1 gives no reason while the connection is open.
+        // QEMU 11.1 reports no failure reason while the connection is open.
         ("postcopy-active" | "postcopy-device", None) => Ok(Loading::Idle),
         _ => Ok(Loading::Unknown),
     }
 }
 
 impl Destination {
-    /// Connects to a QEMU that another process has started.
+    /// Connects to a QEMU that another process has started for an incoming guest.
     ///
     /// # Errors
-    /// If it does not answer, or does not wait for a migration.
+    /// If QEMU does not answer, or does not wait for a migration.
     pub fn held(address: &QmpAddress) -> Result<Self, QemuError> {
         let qemu = connect(address, CONNECT).map_err(at_destination)?;
         Self::waiting(qemu, None, None, OwnFolder::private()?)
     }
 
-    /// Starts a QEMU.
+    /// Starts a QEMU with this command line for an incoming guest.
     ///
     /// # Errors
-    /// If it does not start, or does not answer.
+    /// If QEMU does not start, or does not answer.
     pub fn start(command: &[OsString], interrupt: &Interrupt) -> Result<Self, QemuError> {
         let folder = OwnFolder::private()?;
         let (process, qemu) = Started::start(command, folder.path(), interrupt)?;
         Self::waiting(qemu, Some(process), Some(command), folder)
     }
 
-    /// Connects to a QEMU that has a guest whose lazy restore from the file `file` was interrupted (`postcopy-paused`), and
-    /// makes it listen on a new socket for the rest. Its settings are restored once it has all pages.
+    /// Connects to a QEMU whose lazy restore from the file `file` was interrupted (state `postcopy-paused`). Makes QEMU listen
+    /// on a new socket for the missing pages. QEMU's settings are restored after it has received all pages.
     ///
     /// # Errors
-    /// If it does not answer, does not wait for pages, or waits for pages of another file.
+    /// If QEMU does not answer, does not wait for pages, or waits for pages of another file.
     pub fn recovering(address: &QmpAddress, file: u64) -> Result<Self, QemuError> {
         let mut qemu = connect(address, CONNECT).map_err(at_destination)?;
         let state = qemu.query_status().map_err(at_destination)?;
@@ -178,12 +180,12 @@ impl Destination {
         let name = Self::name_for(file);
         let is_of_file = listened.to_string().contains(&name);
         let is_paused = migration.status() == "postcopy-paused";
-        // QEMU reports another client's 'migrate', even a refused one, in place of the restore. The socket still belongs to the
-        // restore, and the restore's own state decides on 'migrate-recover'.
+        // After another client's 'migrate', even a refused one, QEMU reports that migration instead of the restore. The
+        // reported socket is still the restore's, and QEMU accepts 'migrate-recover' only if the restore is paused.
         if !is_paused && !is_of_file {
             return Err(not_paused(None));
         }
-        // This also refuses a QEMU whose pages come from a running guest.
+        // This also refuses a QEMU whose missing pages come from a running QEMU.
         if !listened.is_null() && !is_of_file {
             return Err(QemuError::OtherFile);
         }
@@ -199,7 +201,8 @@ impl Destination {
         let waits = waits_for_cont(&mut qemu, None);
         Ok(Self {
             waits,
-            // In state `inmigrate` QEMU may have loaded the devices and failed to lock a disk: it has not run the guest.
+            // In state `inmigrate` QEMU may have loaded the devices, but not run the guest: for example, it could not lock a
+            // disk.
             had_guest: state.run_state() != RunState::InMigrate,
             before: Mutex::new(PreviousState {
                 state: state.run_state(),
@@ -215,7 +218,8 @@ impl Destination {
         })
     }
 
-    /// Returns the path of the socket for pages of the file `file`. By this name [`Self::recovering`] recognises the QEMU.
+    /// Returns the path of the socket for pages of the file `file`. [`Self::recovering`] compares the name of this socket with
+    /// the one that QEMU reports.
     pub fn socket_for(&self, file: u64) -> PathBuf {
         self.folder.path().join(Self::name_for(file))
     }
@@ -258,12 +262,12 @@ impl Destination {
         })
     }
 
-    /// Locks this QEMU for one command.
+    /// Locks the QMP connection of QEMU for one command.
     pub fn qemu(&self) -> MutexGuard<'_, Qemu> {
         lock(&self.qemu)
     }
 
-    /// Returns the custody, which must be given up before QEMU may run its guest.
+    /// Returns the custody: the right to end QEMU. It must be released before QEMU may run its guest.
     pub fn custody(&self) -> &Custody {
         &self.custody
     }
@@ -273,23 +277,24 @@ impl Destination {
         Some(lock(process))
     }
 
-    /// Returns the path of the socket for the stream, in a folder that is removed with this value.
+    /// Returns the path of the socket for the stream. Its folder is removed when this value is dropped.
     pub fn socket(&self) -> PathBuf {
         self.folder.path().join("incoming")
     }
 
-    /// Reads the VM, for a comparison with the guest's VM; `other` is that VM if it is known.
+    /// Reads QEMU's VM, to compare it with the guest's VM. `other` is the guest's VM if it is known: slow values are copied
+    /// from it.
     ///
     /// # Errors
-    /// If it does not answer.
+    /// If QEMU does not answer.
     pub fn vm(&self, other: Option<&Vm>) -> Result<Vm, QemuError> {
         Vm::of(&mut self.qemu(), other).map_err(at_destination)
     }
 
-    /// Returns the UUID of its machine.
+    /// Returns the UUID of QEMU's machine.
     ///
     /// # Errors
-    /// If it does not answer.
+    /// If QEMU does not answer.
     pub fn uuid(&self) -> Result<Uuid, QemuError> {
         self.qemu().query_uuid().map_err(at_destination)
     }
@@ -306,15 +311,16 @@ impl Destination {
     ) -> Result<(), QemuError> {
         let changed = Changed::apply(&mut self.qemu(), capabilities, parameters, &[]);
         self.changed = Some(changed.map_err(without_postcopy)?);
-        // A QEMU that was started here must end with this process. A QEMU of another process must stay and report the error.
+        // If this process has started QEMU, QEMU must end with it. A QEMU of another process must keep running and report the
+        // error.
         let stay_on_error = self.process.is_none();
         let uri = format!("unix:{}", socket.display());
         let listening = self.qemu().migrate_incoming(&uri, stay_on_error);
         listening.map_err(at_destination)
     }
 
-    /// Sets the guest's state at the start of its migration; the stream may contain a later one. Without a call the guest
-    /// counts as one that ran.
+    /// Sets the guest's state at the start of its migration. A later state in the stream replaces it. Without a call the guest
+    /// counts as running.
     pub fn expect(&self, was: RunState) {
         *self.before() = PreviousState {
             state: was,
@@ -326,8 +332,8 @@ impl Destination {
         lock(&self.before)
     }
 
-    /// Queries once if QEMU has the guest, whose state at the switchover was `was`. Ends a QEMU that this process has started
-    /// if it does not run a guest that ran at the source.
+    /// Queries once if QEMU has the guest. `was` is the guest's state at the switchover; `None` if unknown. If the guest ran at
+    /// the source and QEMU does not run it, ends QEMU, but only if this process has started QEMU.
     pub fn has_taken(&self, was: Option<&str>) -> QemuGuestState {
         if let Some(was) = was {
             *self.before() = PreviousState {
@@ -351,8 +357,8 @@ impl Destination {
         }
     }
 
-    /// Queries once if QEMU loads the devices of a lazy restore. QEMU loads them in its main loop, so an answer means that it
-    /// does not load them now.
+    /// Queries once if QEMU loads the devices of a lazy restore. QEMU loads devices in its main loop, which answers no query in
+    /// the meantime. So an answer means that no device is being loaded.
     pub fn loading(&self) -> Loading {
         let mut qemu = self.qemu();
         qemu.client().set_timeout(ASK_WHETHER_LOADING);
@@ -373,8 +379,8 @@ impl Destination {
         }
     }
 
-    /// Returns true if the QMP connection was closed before QEMU ran the guest. A proxy may have closed it: QEMU has ended only
-    /// if its connection for the stream is closed, too.
+    /// Returns true if the QMP connection was closed before QEMU ran the guest. A proxy may have closed this connection, so
+    /// QEMU has ended only if the stream's connection is closed, too.
     pub fn is_gone_before_a_run(&self) -> bool {
         let mut qemu = self.qemu();
         let client = qemu.client();
@@ -382,13 +388,13 @@ impl Destination {
         client.is_closed() && !has_run
     }
 
-    /// Waits for QEMU's statement on the guest, until `time` is over or a signal arrives.
+    /// Waits for QEMU's statement on the guest, up to `time` or until a signal arrives.
     pub fn statement_in_time(&self, time: Duration, interrupt: &Interrupt) -> Statement {
         self.wait_for_statement(time, &[interrupt.wake_fd()], || interrupt.is_raised())
     }
 
-    /// Waits up to `time` for QEMU's statement on the guest, or until `is_over` returns true; also checks it when one of
-    /// `others` is readable.
+    /// Waits up to `time` for QEMU's statement on the guest, or until `is_over` returns true. A readable descriptor in `others`
+    /// shortens the wait until the next query.
     pub fn wait_for_statement(
         &self,
         time: Duration,
@@ -408,7 +414,8 @@ impl Destination {
         }
     }
 
-    /// Waits up to `time` for the statement of a QEMU that has loaded a guest's devices, and receives its pages later.
+    /// Waits up to `time` until QEMU reports that it runs the guest. For a QEMU that has loaded the guest's devices, and
+    /// receives the pages later.
     pub fn wait_for_start(&self, time: Duration) -> Statement {
         let deadline = Instant::now() + time;
         let mut polls = 0;
@@ -460,12 +467,12 @@ impl Destination {
         }
     }
 
-    /// Returns the location of a QEMU that was started here.
+    /// Returns the location of QEMU for the operator; `None` unless this process has started QEMU.
     pub fn started(&self) -> Option<String> {
         Some(self.process()?.place())
     }
 
-    /// Returns its QMP socket after the end of this command, if this process knows it.
+    /// Returns the QMP socket that QEMU has after the end of this command; `None` if unknown.
     pub fn later_qmp(&self) -> Option<QmpAddress> {
         match self.process() {
             Some(process) => process.kept_qmp(),
@@ -486,7 +493,7 @@ impl Destination {
         lock(&self.settled)
     }
 
-    /// Returns the statement on a guest in this state.
+    /// Returns the statement on a guest that is in state `state` in QEMU.
     fn statement_on(&self, state: RunState) -> Statement {
         let before = self.before();
         let has_run = match self.qemu().client().has_run() {
@@ -514,7 +521,7 @@ impl Destination {
                 "{states}; a 'stop' during the migration may be the cause, and its stream was passed through unread"
             ),
         };
-        // The operator decides about a state that may be intended.
+        // A state that may be intended is left to the operator's decision.
         if check_result == RunStateCheck::DoesNotRun
             && let Some(process) = self.process()
         {
@@ -530,18 +537,19 @@ impl Destination {
         stopped
     }
 
-    /// Ends `process`, a QEMU that does not run its guest. Returns the statement after that.
+    /// Ends `process`, a QEMU that does not run its guest. Returns the resulting statement.
     fn end(&self, mut process: MutexGuard<'_, Started>, reason: &str) -> Statement {
         let since = Instant::now();
         let ended = process.end();
-        // Its last events can still be read: another client's 'cont' may have run the guest after the query. If the process
-        // was a wrapper, QEMU was killed, too, but may end later.
+        // The last events can still be read: another client's 'cont' may have run the guest after the query. If the process was
+        // a wrapper script, QEMU was killed, too, but may end later.
         let left = process::END.saturating_sub(since.elapsed()).max(ASK);
         let (has_run, is_closed) = self.events_to_the_end(left);
         let words = process.last_errors();
         let words = words.map_or_else(String::new, |words| format!(": {words}"));
         match (ended, has_run) {
-            // QEMU closes its monitor when it ends, so the process was a wrapper of a QEMU that still runs.
+            // QEMU closes its monitor when it ends. The monitor is open, so the process was a wrapper script, and its QEMU
+            // still runs.
             (Ok(_), Ok(_)) if !is_closed => Statement::Unknown {
                 answers: true,
                 reason: format!(
@@ -590,7 +598,7 @@ impl Destination {
         }
     }
 
-    /// Queries QEMU once.
+    /// Returns QEMU's current statement on the guest: the final one if it is known, otherwise by one query.
     fn ask(&self) -> Statement {
         if let Some(settled) = &*self.settled() {
             return settled.clone();
@@ -599,7 +607,8 @@ impl Destination {
         let answer = if ask_again_at.is_some_and(|until| Instant::now() < until) {
             Err("QEMU does not answer over QMP".to_owned())
         } else {
-            // QEMU 11.1 may hang after a failure, so the timeout is short. An answer would have the reason; the event has none.
+            // QEMU 11.1 may hang after a failure, so the timeout is short. The query is useful nevertheless: an answer contains
+            // the reason, the event does not.
             let timeout = match self.is_refused() {
                 true => ASK_WHETHER_LOADING,
                 false => ASK,
@@ -607,7 +616,8 @@ impl Destination {
             let mut qemu = self.qemu();
             qemu.client().set_timeout(timeout);
             let answer = qemu.query_migrate().and_then(|mut info| {
-                // QEMU reports another client's later 'migrate', even a refused one, in place of the incoming migration.
+                // After another client's 'migrate', even a refused one, QEMU reports that migration instead of the incoming
+                // one.
                 if qemu.client().guest_events().has_migrated {
                     info.status = Some("completed".to_owned());
                 }
@@ -630,7 +640,7 @@ impl Destination {
         {
             return ended;
         }
-        // Once the guest has run, `Statement::Never` would be false, whatever QEMU reports.
+        // After the guest has run, `Statement::Never` would be false, whatever QEMU reports.
         let has_run = self.had_guest || self.qemu().client().guest_events().has_run;
         match answer {
             Ok((_, Some(state))) => self.statement_on(state),
@@ -643,7 +653,7 @@ impl Destination {
                     reason: format!("it ran the guest, and {how}"),
                 },
                 Some(reason) => Statement::Never { reason },
-                // The main loop of QEMU 11.1 may hang after this event.
+                // The main loop of QEMU 11.1 may hang after this event, so a missing answer is expected.
                 None if answer.is_err() && self.is_refused() => Statement::Never {
                     reason: "it failed before it ran the guest; its log has the reason".to_owned(),
                 },
@@ -658,8 +668,8 @@ impl Destination {
         }
     }
 
-    /// Returns true if this QEMU belongs to another process, and its events show that the migration failed before the guest
-    /// ran. A QEMU that this process has started ends in this case, with its errors on stderr.
+    /// Returns true if another process started this QEMU, and its events report that the migration failed before the guest ran.
+    /// Returns false for a QEMU of this process: it ends after such a failure, with its errors on stderr.
     fn is_refused(&self) -> bool {
         let mut qemu = self.qemu();
         let events = qemu.client().guest_events();
@@ -667,13 +677,14 @@ impl Destination {
         self.process.is_none() && events.has_failed && !had_guest
     }
 
-    /// Returns how a guest that QEMU had has ended, once the QMP connection is closed.
+    /// Returns a statement that the guest has ended; `None` if QEMU never had the guest, the guest has not ended, or the QMP
+    /// connection is open.
     fn guest_end(&self) -> Option<Statement> {
         let was_live = self.before().state.is_live();
         let mut qemu = self.qemu();
         let client = qemu.client();
         let guest = client.guest_events();
-        // A guest that must run counts as received only after it has run.
+        // A guest that ran at the source counts as received only after it has run here.
         let had_guest = self.had_guest || guest.has_run || (guest.has_migrated && !was_live);
         let how = guest.end().filter(|_| had_guest)?;
         let by_itself = guest.has_ended_itself();
@@ -681,11 +692,11 @@ impl Destination {
         client.is_closed().then_some(ended)
     }
 
-    /// Returns how the QEMU that this process has started has ended, with its last errors; `None` if it has not.
+    /// Describes how QEMU has ended, with its last errors; `None` if it has not ended, or another process has started it.
     fn how_it_ended(&self) -> Option<String> {
         let mut process = self.process()?;
         let status = process.has_ended()?;
-        // A wrapper may end before the QEMU that it has started, which keeps its monitor open.
+        // A wrapper script may end before its QEMU, which keeps its monitor open.
         let (_, is_closed) = self.events_to_the_end(ASK);
         if !is_closed {
             return None;
@@ -696,10 +707,13 @@ impl Destination {
         })
     }
 
-    /// Returns QEMU's statement after a relay that failed. A relay that is `in_doubt`, or had begun the handover, may have sent
-    /// QEMU the end of the stream. Then only QEMU's own statement or the end of its process decides. This function waits up to
-    /// `settle_timeout` for it, unless `in_doubt`: then the relay has already waited. Without a handover the end was not sent,
-    /// so QEMU has no complete guest.
+    /// Returns QEMU's statement after the relay failed. If the relay is `in_doubt`, or the custody was released, QEMU may have
+    /// received the end of the stream and may run the guest. Then only QEMU's own statement, or the end of its process, is
+    /// proof.
+    ///
+    /// - In the usual case this function waits for the statement, up to `settle_timeout`.
+    /// - With `in_doubt` it queries only once, because the relay has already waited.
+    /// - If the custody was not released, the end of the stream was not sent, so QEMU has no complete guest.
     pub fn after_failure(
         &self,
         in_doubt: bool,
@@ -718,8 +732,8 @@ impl Destination {
             }
             return statement;
         }
-        // If QEMU answers with no final state, it has not noticed the failure, or was never connected. If it does not answer,
-        // it is usually about to end, and may report the reason.
+        // If QEMU answers without a final state, it has not noticed the failure, or was never connected. If QEMU does not
+        // answer, it is usually about to end, and may still report the reason.
         let statement = match self.ask() {
             Statement::Unknown { answers: false, .. } => self.statement_in_time(REASON, interrupt),
             statement => statement,
@@ -730,15 +744,16 @@ impl Destination {
         }
     }
 
-    /// Restores the settings of a QEMU that has no guest, if another process started it. Ignores a refusal: a QEMU whose
-    /// migration has failed is no longer usable.
+    /// Restores the settings of a QEMU that has no guest, if another process started it. Errors are ignored: after a failed
+    /// incoming migration QEMU is no longer usable.
     pub fn give_back(mut self) {
         if let (Some(changed), None) = (self.changed.take(), &self.process) {
             let _ = changed.undo(&mut self.qemu());
         }
     }
 
-    /// Leaves QEMU as it is, since the guest's state is unknown. Returns its location.
+    /// Leaves QEMU running with its settings unchanged, since the guest's state is unknown. Returns QEMU's location for the
+    /// operator.
     pub fn leave_alone(self) -> String {
         match self.process {
             Some(process) => process
@@ -749,7 +764,7 @@ impl Destination {
         }
     }
 
-    /// Restores the settings of a QEMU that has the guest, and leaves it running. Returns its location.
+    /// Restores the settings of a QEMU that has the guest, and leaves QEMU running. Returns QEMU's location for the operator.
     pub fn leave(mut self) -> String {
         if let Some(changed) = self.changed.take()
             && let Err(error) = changed.undo(&mut self.qemu())
@@ -797,11 +812,11 @@ mod tests {
             ("postcopy-device", why, "inmigrate", Err(())),
             ("failed", why, "inmigrate", Err(())),
             ("failed", None, "inmigrate", Ok(Loading::Unknown)),
-            // The package may still be loading, and its guest may run.
+            // The devices may still be loading, or the guest may already run.
             ("postcopy-paused", why, "inmigrate", Ok(Loading::Unknown)),
             ("postcopy-active", why, "running", Ok(Loading::Unknown)),
             ("postcopy-active", None, "paused", Ok(Loading::Unknown)),
-            // Another client's 'migrate' hides the incoming one.
+            // QEMU reports another client's 'migrate' instead of the incoming migration.
             ("setup", None, "inmigrate", Ok(Loading::Unknown)),
         ] {
             let (info, state) = answers(migration, error, status);
@@ -831,7 +846,8 @@ mod tests {
         assert!(matches!(refused("no"), QemuError::Qmp { .. }));
     }
 
-    /// Creates a waiting QEMU that sends `events` and closes its connection at the second query for its migration.
+    /// Creates a QEMU that waits for a guest. It sends `events`, and closes its connection at the second query of its
+    /// migration.
     fn ends_with(events: &'static [&'static str]) -> Destination {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("qmp");

@@ -1,57 +1,58 @@
-//! A downtime limit that starts low, and rises to the operator's limit only as far as convergence needs. No I/O, no clock.
+//! A downtime limit that starts low, and is raised to at most the operator's limit if the rounds stop getting shorter. No I/O,
+//! no clock.
 //!
-//! QEMU switches over at the end of a round if the pages dirtied in it, divided by the bandwidth, are below the limit. That
-//! quotient is the time that the next round would take. So the durations of rounds decide here. They do not depend on QEMU's
-//! bandwidth, which is too high while the buffers of relays and sockets fill.
+//! QEMU ends the precopy phase when the pages dirtied in a round, divided by the bandwidth, take less time than the limit. That
+//! is the expected duration of the next round. So this module decides by the durations of rounds. QEMU's own bandwidth estimate
+//! is not used: it is too high while the buffers of relays and sockets fill.
 //!
-//! Below the operator's limit rounds get shorter by a constant factor, so that all of them together take a few times that
+//! While rounds shrink by a constant factor, all rounds shorter than the operator's limit together take only a few times that
 //! limit.
 
 use std::fmt;
 use std::time::{Duration, Instant};
 
-/// Number of times that the first limit doubles until it is the operator's: for 300 ms the first is 9 ms.
+/// Number of doublings from the first limit to the operator's: for 300 ms the first limit is 9 ms.
 const DOUBLINGS: u32 = 5;
 
-/// A round shrinks if it takes less than this share of the shortest one before. The previous round varies too much on a busy
-/// host.
+/// A round counts as shrinking if it takes less than this share of the shortest earlier round. A comparison with the previous
+/// round would vary too much on a busy host.
 const SHRINKS: f64 = 0.9;
 
-/// Number of rounds in a row that do not shrink, after which the operator's limit is set: no lower limit would be met, and a
-/// pause in the guest's writes may be as short as one round.
+/// Number of rounds in a row that do not shrink, after which the operator's limit is set. No lower limit would be reached, and
+/// a pause in the guest's writes may last only one round.
 const STAGNANT_ROUNDS: u32 = 2;
 
-/// A raised limit is at least this multiple of the last round.
+/// After a raise the limit is at least this multiple of the duration of the last round.
 const ROOM: f64 = 1.25;
 
-/// Time that rounds below the operator's limit may take in all, as a multiple of that limit. Rounds that shrink to three
-/// quarters take this time.
+/// Total time of rounds shorter than the operator's limit, as a multiple of that limit. Rounds that each shrink to three
+/// quarters of the previous one take four times the limit in total.
 const EXTRA: u32 = 4;
 
-/// Time that rounds below the operator's limit may take in all if QEMU may throttle the guest. QEMU compares dirtied and sent
-/// bytes once a second, and they are equal in short rounds.
+/// Total time of rounds shorter than the operator's limit, if QEMU may throttle the guest. Once a second QEMU compares the
+/// bytes dirtied and sent, and in short rounds they are equal, so QEMU would throttle.
 const EXTRA_BEFORE_THROTTLING: Duration = Duration::from_millis(500);
 
-/// Time after which a raised limit must have had an effect: QEMU computes its threshold every 100 ms.
+/// Time after a raise in which a raised limit must have had an effect. QEMU recomputes its threshold every 100 ms.
 const EFFECT: Duration = Duration::from_millis(200);
 
-/// Shortest round after which the remaining bytes are compared, too: they are read some milliseconds after a round begins. With
-/// auto-converge QEMU ends a long round every 5 s, and all take the same time.
+/// Shortest round for which the remaining bytes are compared, too. They are read some milliseconds after a round begins, too
+/// late for short rounds. Durations are not enough: with auto-converge QEMU ends each long round after 5 s.
 const COMPARED: Duration = Duration::from_millis(200);
 
-/// Share of dirtied bytes in sent bytes above which QEMU throttles the guest.
+/// Ratio of dirtied bytes to sent bytes above which QEMU throttles the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ThrottleTrigger {
-    /// Percent, QEMU's `throttle-trigger-threshold`.
+    /// The ratio in percent: QEMU's `throttle-trigger-threshold`.
     pub percent: u64,
 }
 
-/// QEMU's figures of an active migration.
+/// Figures that QEMU reports of an active migration.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Figures {
     /// Number of fetches of the dirty log (`dirty-sync-count`). 1 is the start, and 2 the end of the first round.
     pub rounds: u64,
-    /// Bytes that remain in this round.
+    /// Bytes that remain to be sent in this round.
     pub remaining: u64,
     /// Bytes that the guest dirties per second.
     pub dirty: u64,
@@ -64,17 +65,17 @@ pub struct Figures {
 /// Reason for the current limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
-    /// Rounds shrink, or the first one has not ended.
+    /// Rounds still get shorter, or the first round has not ended.
     Shrinks,
-    /// A round below the operator's limit did not shrink.
+    /// A round shorter than the operator's limit was not shorter than the rounds before.
     Plateau,
-    /// Rounds above the operator's limit do not shrink.
+    /// Rounds longer than the operator's limit do not get shorter.
     Stagnant,
-    /// The rounds below the operator's limit have taken their whole time (`EXTRA`).
+    /// Rounds shorter than the operator's limit have reached their total time (`EXTRA`).
     Late,
-    /// QEMU throttles the guest, or would soon.
+    /// QEMU throttles the guest, or would soon throttle it.
     Throttling,
-    /// Another client changed the limit.
+    /// Another QMP client changed the limit.
     Changed,
 }
 
@@ -91,31 +92,31 @@ impl fmt::Display for Reason {
     }
 }
 
-/// The limit of one migration.
+/// The ramp of one migration's downtime limit.
 #[derive(Debug)]
 pub struct DowntimeRamp {
     /// Limits in milliseconds, ascending; the last is the operator's.
     steps: Vec<u64>,
-    /// Index of the current one.
+    /// Index of the current limit.
     step: usize,
     throttle: Option<ThrottleTrigger>,
     reason: Reason,
-    /// Number of rounds, and the time at which it last changed.
+    /// Number of rounds at the last poll that found a new one, and the time of that poll.
     seen: Option<(u64, Instant)>,
     /// Duration of the latest round.
     round: Duration,
     /// Duration of the shortest round.
     shortest: Option<Duration>,
-    /// Least number of bytes that remained at the first poll of a round.
+    /// Smallest number of bytes that remained at the first poll of a round.
     least: Option<u64>,
     /// Number of rounds in a row that did not shrink.
     stagnant: u32,
-    /// Time since which the operator's limit would have sufficed.
+    /// Start of the first round that was shorter than the operator's limit; `None` before.
     fits_since: Option<Instant>,
     raised_at: Option<Instant>,
 }
 
-/// Returns the limits up to the operator's limit `most`, ascending, in milliseconds.
+/// Returns the limits up to the operator's limit `most`, ascending, in milliseconds. Each is half of the next one.
 fn steps(most: u64) -> Vec<u64> {
     let halves = (0..=DOUBLINGS).rev().map(|shift| (most >> shift).max(1));
     let mut steps: Vec<_> = halves.collect();
@@ -124,8 +125,8 @@ fn steps(most: u64) -> Vec<u64> {
 }
 
 impl DowntimeRamp {
-    /// Creates the ramp below the operator's limit in milliseconds; `None` if there is no lower limit. `throttle` is the
-    /// condition on which QEMU throttles the guest, if it does.
+    /// Creates the ramp up to the operator's limit `most`, in milliseconds; `None` if no limit is below `most`. `throttle` is
+    /// QEMU's condition for throttling the guest; `None` if QEMU does not throttle.
     #[must_use]
     pub fn new(most: u64, throttle: Option<ThrottleTrigger>) -> Option<Self> {
         let steps = steps(most);
@@ -180,18 +181,18 @@ impl DowntimeRamp {
         self.reason == Reason::Changed
     }
 
-    /// Ends the ramp, because another client has changed the limit.
+    /// Ends the ramp after another client has changed the limit.
     pub fn leave(&mut self) {
         self.reason = Reason::Changed;
     }
 
-    /// Takes QEMU's figures, and returns the limit to set in milliseconds if it must change.
+    /// Evaluates QEMU's figures. Returns the new limit in milliseconds; `None` if the limit stays.
     pub fn poll(&mut self, now: Instant, figures: Figures) -> Option<u64> {
         if self.has_ended() {
             return None;
         }
         let is_new = self.measure(now, figures.rounds, figures.remaining);
-        // The first round sends all pages, dirty or not, and QEMU has measured no dirty rate yet.
+        // The first round sends all pages, dirty or not, and QEMU has not measured a dirty rate yet.
         if figures.rounds < 2 {
             return None;
         }
@@ -225,7 +226,7 @@ impl DowntimeRamp {
         }
     }
 
-    /// Measures the rounds that have ended; returns true if there are any.
+    /// Measures the duration of the rounds that have ended since the last call. Returns false if no round has ended.
     fn measure(&mut self, now: Instant, rounds: u64, remaining: u64) -> bool {
         let (before, at) = *self.seen.get_or_insert((rounds, now));
         let least = *self.least.get_or_insert(remaining);
@@ -237,7 +238,7 @@ impl DowntimeRamp {
         let shrinks =
             round < shortest.mul_f64(SHRINKS) || (round >= COMPARED && !is_share(remaining, least));
         self.stagnant = if shrinks { 0 } else { self.stagnant + 1 };
-        // The first round sends all pages, however short it is.
+        // The first round sends all pages, so a short one does not mean that the guest dirties few pages.
         if before >= 2 && round <= Duration::from_millis(self.most()) {
             self.fits_since.get_or_insert(at);
         }
@@ -248,7 +249,7 @@ impl DowntimeRamp {
         true
     }
 
-    /// Raises the limit to the first step that is at least `wanted`, or to the last one.
+    /// Raises the limit to the first step of at least `wanted` milliseconds, or to the last step. Returns the new limit.
     fn raise(&mut self, wanted: u64, now: Instant, reason: Reason) -> Option<u64> {
         let last = self.steps.len() - 1;
         let step = self.steps.iter().position(|&step| step >= wanted);
@@ -260,7 +261,7 @@ impl DowntimeRamp {
     }
 }
 
-/// Returns true if `bytes` are at least [`SHRINKS`] of `before`: the round does not shrink.
+/// Returns true if `bytes` are at least the share [`SHRINKS`] of `before`: the round has not become smaller.
 fn is_share(bytes: u64, before: u64) -> bool {
     #[expect(clippy::cast_precision_loss, reason = "compared roughly")]
     let [bytes, before] = [bytes, before].map(|count| count as f64);
@@ -285,7 +286,7 @@ mod tests {
         /// Milliseconds that a fetch of the dirty log takes.
         sync: u64,
         auto_converge: bool,
-        /// Milliseconds from the start in which the guest writes nothing.
+        /// Time in milliseconds from the start in which the guest writes nothing.
         rests: (u64, u64),
     }
 
@@ -306,12 +307,12 @@ mod tests {
         rounds: u64,
         downtime: u64,
         limit: u64,
-        /// Time at which QEMU throttles the guest, and the limit then.
+        /// Time at which QEMU throttles the guest, and the downtime limit at that time, both in milliseconds.
         throttled: Option<(u64, u64)>,
     }
 
     impl Model {
-        /// Runs a migration to its end; without a ramp with the operator's limit.
+        /// Simulates a migration to its end: with `ramp`, or with the constant limit of the operator.
         fn run(self, mut ramp: Option<&mut DowntimeRamp>) -> Option<Ran> {
             let begin = Instant::now();
             let mut limit = ramp.as_ref().map_or(MOST, |ramp| ramp.limit());
@@ -331,7 +332,8 @@ mod tests {
                 let out = f64::min(left, self.link);
                 (left, window, sent) = (left - out, window + out, sent + out);
                 let mut is_synced = false;
-                // QEMU fetches the dirty log once the rest fits, and for auto-converge every 5 s.
+                // QEMU fetches the dirty log once the remaining bytes are below the threshold. With auto-converge it also does
+                // so every 5 s.
                 let is_forced = self.auto_converge && rounds > 1 && ms - synced_at >= 5000;
                 if (left <= 0.0 || left < threshold || is_forced) && syncs_at.is_none() {
                     syncs_at = Some(ms + self.sync);
@@ -343,7 +345,7 @@ mod tests {
                     (threshold, window) = (bandwidth * limit, 0.0);
                 }
                 if syncs_at.is_some_and(|at| ms >= at) {
-                    // Pages that were still dirty count once.
+                    // A page that is dirtied again before it was sent counts once.
                     left = (left + new).min(f64::max(left, self.working_set));
                     (new, syncs_at, is_synced, synced_at) = (0.0, None, true, ms);
                     rounds += 1;
@@ -397,7 +399,8 @@ mod tests {
             None
         }
 
-        /// Returns the migration with the ramp, with the operator's limit, and the ramp's reason.
+        /// Simulates two migrations: with the ramp, and with the operator's limit. Also returns the reason for the ramp's last
+        /// limit.
         fn both(self) -> (Option<Ran>, Option<Ran>, Reason) {
             let trigger = ThrottleTrigger { percent: 50 };
             let mut ramp = DowntimeRamp::new(MOST, self.auto_converge.then_some(trigger)).unwrap();
@@ -462,7 +465,7 @@ mod tests {
             };
             let (ramp, fixed, reason) = model.both();
             assert_eq!((ramp, fixed, reason), (None, None, Reason::Stagnant));
-            // A pause of the guest in which a migration with the operator's limit ends.
+            // In this pause of the guest a migration with the operator's limit would end.
             let (ramp, fixed, reason) = Model { rests, ..model }.both();
             assert_eq!(reason, Reason::Stagnant);
             let (ramp, fixed) = (ramp.unwrap(), fixed.unwrap());

@@ -11,24 +11,24 @@ use hotlift_terminal::error::TerminalError;
 /// Error of a request to a QEMU, or of a migration.
 #[derive(Debug, thiserror::Error)]
 pub enum QemuError {
-    /// Errors that several commands share.
+    /// An error that several commands share.
     #[error(transparent)]
     Terminal(#[from] TerminalError),
     /// The QEMU program cannot be started.
     #[error("cannot run QEMU as '{}'", program.display())]
     Program {
-        /// The path as given.
+        /// The path on the command line.
         program: PathBuf,
-        /// The system's reason.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// A QMP error.
+    /// An error of a QMP connection or command.
     #[error("QEMU at the {side}")]
     Qmp {
-        /// The side of the QEMU.
+        /// The side of the QEMU: source or destination.
         side: &'static str,
-        /// Its error.
+        /// The error.
         #[source]
         source: QmpError,
     },
@@ -38,22 +38,22 @@ pub enum QemuError {
     /// The QEMU command line cannot be used.
     #[error("invalid QEMU command line: {problem}")]
     Command {
-        /// The reason.
+        /// The problem.
         problem: String,
     },
-    /// A started QEMU has ended.
+    /// A QEMU that this process started has ended before its first answer, without an error message.
     #[error("QEMU ended before it answered over QMP ({status})")]
     EndedAtStart {
-        /// Its exit status.
+        /// Exit status of QEMU.
         status: ExitStatus,
     },
-    /// The socket for the stream has an error.
+    /// The socket for the stream could not be created or opened.
     #[error(transparent)]
     Address(#[from] TransportError),
-    /// The source's QEMU is in another state.
+    /// The source's QEMU is in a state in which no migration can start.
     #[error("this QEMU cannot start a migration: it is in state '{status}'")]
     Busy {
-        /// QEMU's name of its state, or of its migration's state.
+        /// QEMU's name of the machine's state, or of the state of its active migration.
         status: String,
     },
     /// An earlier migration or save has left the source's guest paused.
@@ -65,13 +65,13 @@ pub enum QemuError {
         /// Address of the source's QMP socket.
         qmp: String,
     },
-    /// The source has a device or a setting that does not migrate.
+    /// The source's VM has a device or a setting that prevents migration.
     #[error("QEMU at the source cannot migrate this VM: {reasons}")]
     Blocked {
         /// QEMU's reasons, in one line.
         reasons: String,
     },
-    /// The destination does not support postcopy.
+    /// The destination's QEMU refuses postcopy.
     #[error("QEMU at the destination cannot use postcopy: {message}")]
     NoPostcopy {
         /// QEMU's error message.
@@ -104,12 +104,12 @@ pub enum QemuError {
     /// QEMU waits for pages of another file.
     #[error("the guest of this QEMU waits for pages of a different file")]
     OtherFile,
-    /// A started QEMU has ended, with errors.
+    /// A QEMU that this process started has ended before its first answer, with error messages.
     #[error("QEMU ended before it answered over QMP ({status}): {errors}")]
     Ended {
-        /// Its exit status.
+        /// Exit status of QEMU.
         status: ExitStatus,
-        /// Its last errors, in one line.
+        /// QEMU's last errors, in one line.
         errors: String,
     },
     /// The VMs have differences that QEMU refuses.
@@ -117,46 +117,46 @@ pub enum QemuError {
         "{differences}; --ignore-differences starts the migration nevertheless, and QEMU decides"
     )]
     Differs {
-        /// All differences with both values and the remedy, in one line.
+        /// The first differences with both values and the remedy, in one line.
         differences: String,
     },
-    /// The command refuses a capability or parameter.
+    /// The command refuses the value of a capability or parameter.
     #[error(
         "cannot migrate while QEMU's migration {what} '{name}' is '{value}': {reason} (set it to '{remedy}')"
     )]
     Setting {
         /// "capability" or "parameter".
         what: &'static str,
-        /// Name in QEMU.
+        /// Name of the capability or parameter in QEMU.
         name: String,
-        /// Its value.
+        /// Its current value.
         value: String,
         /// Reason for the refusal.
         reason: &'static str,
         /// The accepted value.
         remedy: String,
     },
-    /// Another command has changed the settings of this QEMU, and still runs.
+    /// Another command, which is still active, has changed the settings of this QEMU.
     #[error(
         "another hotlift command (process {process}) uses this QEMU: wait until it ends, or end it"
     )]
     InUse {
-        /// Its process id.
+        /// Process id of that command.
         process: u32,
     },
-    /// RAM cannot stay in files that both QEMUs map.
+    /// `--ignore-shared` cannot be used: RAM cannot stay in files that both QEMUs map.
     #[error("cannot leave RAM in shared files (--ignore-shared): {problem}")]
     Shared {
-        /// The reason.
+        /// The problem.
         problem: String,
     },
-    /// The guest stayed at the source.
+    /// The migration failed, and the guest is still at the source.
     #[error("migration failed: {reasons}")]
     Failed {
         /// The reasons, in one line.
         reasons: String,
     },
-    /// The guest is lost.
+    /// The guest is lost: neither QEMU has it.
     #[error(
         "migration failed, the source's QEMU ended or does not answer, and the destination does not run the guest: {reasons}"
     )]
@@ -164,12 +164,12 @@ pub enum QemuError {
         /// The reasons, in one line.
         reasons: String,
     },
-    /// The guest and its QEMU have ended.
+    /// The guest has ended during the migration, and its QEMU as well.
     #[error(
         "{how} during the migration, and its QEMU ended; no other QEMU and no file has the guest"
     )]
     GuestEnded {
-        /// The way it ended, as a clause.
+        /// How the guest ended, as a clause.
         how: String,
     },
     /// The guest is at the destination, but errors occurred.
@@ -178,7 +178,7 @@ pub enum QemuError {
         /// The errors, in one line.
         reasons: String,
     },
-    /// The guest's presence at the destination is unknown.
+    /// It is unknown if the destination has the guest. The guest is paused at the source.
     #[error(
         "cannot determine whether the destination runs the guest, so it is left paused here: {reasons}"
     )]
@@ -188,17 +188,17 @@ pub enum QemuError {
         /// Address of the source's QMP socket.
         qmp: String,
     },
-    /// The destination's QEMU has the guest and does not run it.
+    /// The destination's QEMU has the guest and does not run it. The guest is also paused at the source.
     #[error(
         "the destination's QEMU has the guest, but does not run it; it is left paused here: {reasons}"
     )]
     StoppedThere {
-        /// Both states, and the reason, in one line.
+        /// The guest's states at both sides, and the reason, in one line.
         reasons: String,
         /// Address of the source's QMP socket.
         qmp: String,
     },
-    /// Both QEMUs run the guest.
+    /// Both QEMUs run the guest, because another client continued it at the source.
     #[error(
         "the guest runs at the destination and also in this QEMU, because another client continued it here"
     )]
@@ -206,7 +206,7 @@ pub enum QemuError {
         /// Address of the source's QMP socket.
         qmp: String,
     },
-    /// The guest is at the source, whose QEMU does not answer.
+    /// The guest is at the source, possibly paused: the source's QEMU does not answer.
     #[error(
         "the destination does not run the guest, and never will; the guest may be paused here: QEMU does not answer: {reasons}"
     )]
@@ -219,7 +219,7 @@ pub enum QemuError {
 }
 
 impl QemuError {
-    /// Returns the next step for the operator, if the error itself does not name it.
+    /// Returns the next step for the operator; `None` if the error message itself names it.
     pub fn advice(&self) -> Option<&'static str> {
         match self {
             Self::Qmp {
@@ -253,10 +253,10 @@ impl QemuError {
     }
 }
 
-/// Text for an error of QEMU that this process did not capture.
+/// Replaces the failure reason if this process did not capture QEMU's error output.
 pub const QEMUS_OWN_WORDS: &str = "QEMU printed the reason on the terminal that started it";
 
-/// One of the two QEMUs.
+/// The side of a QEMU in a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
     /// The QEMU that sends the guest.
@@ -266,7 +266,7 @@ pub enum Side {
 }
 
 impl Side {
-    /// Returns an error of this QEMU.
+    /// Adds this side to a QMP error.
     #[must_use]
     pub fn error(self, source: QmpError) -> QemuError {
         match self {
@@ -276,14 +276,14 @@ impl Side {
     }
 }
 
-/// Returns an error of the source's QEMU.
+/// Converts a QMP error of the source's QEMU.
 #[must_use]
 pub fn at_source(source: QmpError) -> QemuError {
     let side = "source";
     QemuError::Qmp { side, source }
 }
 
-/// Returns an error of the destination's QEMU.
+/// Converts a QMP error of the destination's QEMU.
 #[must_use]
 pub fn at_destination(source: QmpError) -> QemuError {
     let side = "destination";

@@ -13,20 +13,21 @@ use hotlift_terminal::signals::Interrupt;
 /// Timeout of QEMU's first answer on its QMP socket.
 const START: Duration = Duration::from_secs(60);
 
-/// Timeout of the greeting on one connection. QEMU answers only once its machine exists, and closes the connection if it ends.
+/// Timeout of the greeting on one connection, after which QEMU's process is checked again. QEMU sends the greeting only once
+/// its machine exists.
 const GREETING: Duration = Duration::from_millis(500);
 
-/// Interval between checks for the socket: no descriptor reports it.
+/// Interval between checks whether QEMU has created the socket: no event reports this.
 const SOCKET: Duration = Duration::from_millis(10);
 
-/// Reason why a started QEMU does not answer.
+/// Reason why a QEMU that was just started does not answer.
 #[derive(Debug)]
 pub enum NoAnswer {
-    /// Its process has ended.
+    /// QEMU's process has ended.
     Ended(ExitStatus),
-    /// A signal arrived.
+    /// A signal to this command arrived.
     Interrupted,
-    /// The error of the last attempt.
+    /// The error of the last connection attempt.
     Qmp(QmpError),
 }
 
@@ -39,7 +40,7 @@ pub fn qmp_arguments(socket: &Path) -> [OsString; 2] {
     ["-qmp".into(), option]
 }
 
-/// Connects to the QMP socket of the QEMU `child` as soon as it answers.
+/// Connects to the QMP socket of QEMU's process `child`, and retries until QEMU answers.
 ///
 /// # Errors
 /// If QEMU ends, does not answer within 60 s, or a signal arrives.

@@ -1,6 +1,6 @@
-//! Ends a QEMU that waits for a migration if the command that started it is killed, and removes the command's folder. The guard
-//! is a separate process, to survive a SIGKILL of the command. (`PR_SET_PDEATHSIG` would also end a QEMU that has its guest,
-//! when the command exits.)
+//! The guard ends a QEMU that waits for a guest if the command that started this QEMU is killed. It also removes the command's
+//! folder. The guard is a separate process, to survive a SIGKILL of the command. (`PR_SET_PDEATHSIG` is not used: when the
+//! command exits, it would also end a QEMU that has its guest.)
 
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
@@ -12,10 +12,10 @@ use hotlift_qmp::{Qemu, QmpAddress, QmpError};
 
 use crate::connect::QUERY_INTERVAL;
 
-/// Timeout of QEMU's answer, and of a migration whose sockets are closed to end.
+/// Timeout of QEMU's answer, and of the end of a migration whose sockets are closed.
 const END: Duration = Duration::from_secs(10);
 
-/// The guard of one QEMU; dropping it dismisses the guard.
+/// The guard process of one QEMU. Dropping this value dismisses the guard.
 #[derive(Debug)]
 pub struct Guard {
     process: Child,
@@ -24,11 +24,11 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Starts a guard for the QEMU at this QMP socket, and for `folder`, which must exist as long as this process. The guard is
-    /// this program with the arguments `guard --qmp ADDRESS --folder PATH`, which must call [`run`].
+    /// Starts a guard for the QEMU at the socket `qmp`, and for `folder`, which is removed after this process has ended. The
+    /// guard runs this program with the arguments `guard --qmp ADDRESS --folder PATH`. That command must call [`run`].
     ///
     /// # Errors
-    /// If it cannot be started.
+    /// If the guard's process cannot be started.
     pub fn start(qmp: &QmpAddress, folder: &Path) -> io::Result<Self> {
         let mut process = Command::new(std::env::current_exe()?)
             .args(["guard", "--qmp", &qmp.to_string(), "--folder"])
@@ -36,7 +36,7 @@ impl Guard {
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
-            // Ctrl-C only addresses the command, which then ends its QEMU itself.
+            // Ctrl-C in a terminal must not end the guard: the command ends its QEMU itself.
             .process_group(0)
             .spawn()?;
         let pipe = process.stdin.take();
@@ -47,10 +47,11 @@ impl Guard {
         })
     }
 
-    /// Dismisses the guard: it does not end its QEMU, even if this process dies. Does not wait for the guard's end.
+    /// Dismisses the guard: from now on it does not end QEMU, even if this process dies. Does not wait for the end of the
+    /// guard.
     pub fn dismiss(&mut self) {
-        // A byte dismisses the guard; the end of the pipe without a byte means that this process died. A byte in the pipe is
-        // read before its end, so the dismissal holds even if this process is killed right after it.
+        // A byte in the pipe dismisses the guard. The end of the pipe without a byte means that this process has died. The
+        // guard reads the byte before the end, so the dismissal holds even if this process is killed right after the write.
         if let (Some(pipe), false) = (&mut self.pipe, self.is_dismissed) {
             self.is_dismissed = true;
             let _ = pipe.write_all(b".");
@@ -66,26 +67,27 @@ impl Drop for Guard {
     }
 }
 
-/// Runs the guard's process: waits until its parent dismisses it or dies, and in the latter case ends the QEMU at `qmp`.
-/// Removes `folder` once the parent has ended.
+/// Runs in the guard's process. Waits until the parent dismisses the guard or dies. If the parent died, ends the QEMU at `qmp`.
+/// Removes `folder` after the parent has ended.
 pub fn run(qmp: &QmpAddress, folder: &Path) {
     let mut word = [0; 1];
     if matches!(io::stdin().read(&mut word), Ok(0)) {
-        // A QEMU that does not answer has ended, or another client controls it.
+        // An error means that QEMU has ended, or that another client controls it.
         let _ = end(qmp);
     }
-    // A command that has dismissed its guard keeps running; its end closes the pipe.
+    // After a dismissal the command keeps running. Its end closes the pipe.
     let _ = io::copy(&mut io::stdin(), &mut io::sink());
-    // Usually the folder is already gone.
+    // Usually the command itself has already removed the folder.
     let _ = std::fs::remove_dir_all(folder);
 }
 
-/// Ends a QEMU that waits for a guest, but not one that has its guest. (A QEMU that may have its guest no longer has a guard.)
+/// Ends a QEMU that waits for a guest. A QEMU that may have its guest no longer has a guard.
 fn end(address: &QmpAddress) -> Result<(), QmpError> {
     let deadline = Instant::now() + END;
     let mut qemu = Qemu::connect(address, END)?;
     while qemu.query_status()?.status == "inmigrate" {
-        // An active migration ends by itself: it fails, or completes if the whole guest had arrived.
+        // An active migration ends by itself because its sockets are closed: it completes if the whole guest had arrived, and
+        // fails otherwise.
         if qemu.query_migrate()?.status() != "active" || Instant::now() >= deadline {
             qemu.quit()?;
             break;

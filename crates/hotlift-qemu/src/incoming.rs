@@ -1,4 +1,4 @@
-//! Prepares the destination's QEMU, and the settings of its relay.
+//! Settings of the destination's QEMU, and of the relay that sends it the guest.
 
 use std::path::Path;
 
@@ -12,11 +12,11 @@ use crate::destination::Destination;
 use crate::error::{QemuError, Side, at_destination};
 use crate::settings;
 
-/// Makes QEMU listen on `socket` for a relay with this number of channels (0: multifd off). `alike` has the source's
-/// capabilities; only those that must be equal on both sides are applied.
+/// Makes QEMU listen on `socket` for a relay with `channels` multifd channels (0: multifd off). `alike` are the source's
+/// capabilities: those that must be equal on both sides are copied to QEMU.
 ///
 /// # Errors
-/// If QEMU refuses, or has settings that a command with this purpose refuses.
+/// If QEMU refuses, or has settings that the command refuses.
 pub fn listen(
     destination: &mut Destination,
     purpose: Purpose,
@@ -31,10 +31,11 @@ pub fn listen(
     destination.listen(&capabilities, &parameters, socket)
 }
 
-/// Makes QEMU listen on `socket` for a lazy restore, in which it requests pages: on a separate connection if QEMU supports it.
+/// Makes QEMU listen on `socket` for a lazy restore, in which QEMU requests pages. Requested pages get a separate connection if
+/// QEMU supports it.
 ///
 /// # Errors
-/// If QEMU refuses: its kind of RAM does not support page requests, or the host forbids them.
+/// If QEMU refuses: page requests are not possible with this kind of RAM, or not permitted on this host.
 pub fn listen_for_pages(destination: &mut Destination, socket: &Path) -> Result<(), QemuError> {
     settings::check(&mut destination.qemu(), Side::Destination, Purpose::Restore)?;
     let has_preempt = preempt_of(destination, |_is_on| true)?.is_some();
@@ -42,7 +43,8 @@ pub fn listen_for_pages(destination: &mut Destination, socket: &Path) -> Result<
     destination.listen(&capabilities, &parameters, socket)
 }
 
-/// Returns the point at which a QEMU of [`listen_for_pages`] accepts the connection for requested pages; `None` if it does not.
+/// Returns when QEMU accepts the separate connection for requested pages, after [`listen_for_pages`]; `None` if QEMU uses no
+/// such connection.
 ///
 /// # Errors
 /// If QEMU does not answer.
@@ -50,7 +52,7 @@ pub fn preempt(destination: &Destination) -> Result<Option<Preempt>, QemuError> 
     preempt_of(destination, |is_on| is_on)
 }
 
-/// Returns QEMU's RAM blocks by name with their page sizes in bytes; nothing if QEMU does not report them.
+/// Returns QEMU's RAM blocks by name with their page sizes in bytes; empty if QEMU does not report them.
 ///
 /// # Errors
 /// If QEMU does not answer.
@@ -59,7 +61,8 @@ pub fn page_sizes(destination: &Destination) -> Result<Vec<(String, u64)>, QemuE
     Ok(page_sizes.unwrap_or_default())
 }
 
-/// Does the same as [`preempt`]; returns `None` unless `is_right` accepts the capability's value.
+/// Does the same as [`preempt`], but returns `None` if `is_right` returns false for the value of the capability
+/// `postcopy-preempt`.
 fn preempt_of(
     destination: &Destination,
     is_right: impl Fn(bool) -> bool,
@@ -77,7 +80,8 @@ fn preempt_of(
     Ok(moment.filter(|_| is_there))
 }
 
-/// Returns the settings of a relay to the QEMU `destination`; `limits` apply to the source.
+/// Returns the settings of the relay that sends the guest to `destination`. `limits` are the bandwidth and CPU limits of the
+/// source.
 ///
 /// # Errors
 /// If QEMU does not answer.
@@ -103,7 +107,7 @@ pub fn relay_settings(
             ..StreamOptions::default()
         },
         limits,
-        // Only QEMU 9.0 and later reads lists of zero pages in packets.
+        // QEMU before 9.0 cannot read lists of zero pages in packets.
         zero_pages: Some(if (qemu.major, qemu.minor) >= (9, 0) && channels > 0 {
             ZeroPageDetection::Multifd
         } else {

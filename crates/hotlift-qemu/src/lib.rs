@@ -3,23 +3,23 @@
 //! | file | subject |
 //! |---|---|
 //! | `source` | the source's QEMU |
-//! | `outgoing` | its migration into a relay |
+//! | `outgoing` | migration of the source's QEMU into a relay |
 //! | `progress` | displayed progress of that migration |
-//! | `downtime_ramp` | its downtime limit: starts low, and rises as far as convergence needs |
+//! | `downtime_ramp` | downtime limit of that migration: starts low, and is raised if rounds stop getting shorter |
 //! | `destination` | the destination's QEMU |
 //! | `incoming` | settings of that QEMU and of its relay |
 //! | `process`, `stderr` | a QEMU that this process started, and its output |
-//! | `log_file` | a shared log file: finds the lines of one QEMU |
+//! | `log_file` | finds the lines of one QEMU in a shared log file |
 //! | `connect` | connects to a QEMU that another process started |
-//! | `first_answer` | the QMP socket of a QEMU that this process started, and the wait for its first answer |
+//! | `first_answer` | waits for the first answer on the QMP socket of a QEMU that this process started |
 //! | `guard` | ends a QEMU if the command that started it is killed |
 //! | `capabilities` | tables of capabilities and parameters: set, kept, or refused |
 //! | `settings` | capabilities and parameters: changed for one migration, and restored |
 //! | `record` | record of the changed settings, stored inside QEMU |
 //! | `shared_memory` | RAM in files that both QEMUs map |
-//! | `unused_ram` | RAM that QEMU does not migrate, as devices report it |
+//! | `unused_ram` | RAM that QEMU does not migrate because a device reports it as unused |
 //! | `run_state` | checks the run state of a guest at its destination |
-//! | `vm` | description of a QEMU's VM for the other end |
+//! | `vm` | properties of a QEMU's VM, sent to the other host |
 //! | `compare` | differences between two VMs, and which of them QEMU refuses |
 //! | `error` | errors of QEMU control, and the guest's location after a failure |
 

@@ -1,8 +1,9 @@
 //! A log file that a QEMU shares with other writers: finds the parts that this QEMU wrote.
 //!
 //! A line does not identify its writer: two QEMUs with the same name may share a log. So QEMU gets its own open file
-//! description, whose position is the end of QEMU's last write. What was appended up to there since the last check counts as
-//! QEMU's. A check follows each write (inotify), so only lines that others write at the same moment are mistaken for QEMU's.
+//! description. Its position is the end of QEMU's last write. Everything appended between the last check and this position
+//! counts as QEMU's output. A check follows each write (inotify), so only lines that other processes write at the same moment
+//! are mistaken for QEMU's.
 
 use hotlift_mem::{lock, wait_readable};
 use std::fs::{File, OpenOptions};
@@ -17,16 +18,16 @@ use std::time::{Duration, Instant};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::inotify;
 
-/// Interval at which the watch checks if the log is still in use.
+/// Interval between checks that the log file is still used by this process.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Maximum number of kept parts. The last ones are kept: only QEMU's last errors are needed.
+/// Maximum number of remembered parts of the file. The last parts are kept, since only QEMU's last errors are needed.
 const PARTS: usize = 64;
 
-/// Maximum number of bytes read from the end of a part.
+/// Maximum number of bytes read from each part, at its end.
 const PART: u64 = 16 << 10;
 
-/// A log file that a QEMU writes to.
+/// A log file to which QEMU and other processes write.
 #[derive(Debug)]
 pub struct LogFile {
     /// QEMU's open file description.
@@ -40,12 +41,12 @@ struct Seen {
     end: u64,
     /// End of QEMU's last write.
     position: u64,
-    /// Parts that QEMU wrote, in order.
+    /// Parts of the file that QEMU wrote, in order.
     parts: Vec<Range<u64>>,
 }
 
 impl LogFile {
-    /// Opens the log at `path`; what it contains already is not QEMU's.
+    /// Opens the log at `path`. Its present content does not count as QEMU's output.
     pub fn open(path: &Path) -> io::Result<Arc<Self>> {
         let file = OpenOptions::new().read(true).append(true).open(path)?;
         let seen = Seen {
@@ -56,17 +57,17 @@ impl LogFile {
             file,
             seen: Mutex::new(seen),
         });
-        // Without the watch there is only the final check, in which all lines before QEMU's last one count as QEMU's.
+        // If the watch fails, only the final check remains. Then all new lines before QEMU's last one count as QEMU's.
         let _ = watch(path, Arc::downgrade(&log));
         Ok(log)
     }
 
-    /// Duplicates QEMU's open file description, for QEMU.
+    /// Duplicates the open file description, as QEMU's output.
     pub fn for_qemu(&self) -> io::Result<File> {
         self.file.try_clone()
     }
 
-    /// Returns QEMU's output, as far as it is kept.
+    /// Returns QEMU's output, as far as its parts are remembered.
     pub fn written(&self) -> Vec<u8> {
         self.poll();
         let seen = lock(&self.seen);
@@ -74,17 +75,17 @@ impl LogFile {
         for part in &seen.parts {
             let length = (part.end - part.start).min(PART);
             let mut bytes = vec![0; usize::try_from(length).unwrap_or(0)];
-            // Another process may have truncated the file: then fewer bytes are read.
+            // If another process has truncated the file, fewer bytes are read.
             let read = self.file.read_at(&mut bytes, part.end - length);
             written.extend_from_slice(&bytes[..read.unwrap_or(0)]);
         }
         written
     }
 
-    /// Records the bytes appended since the last check.
+    /// Determines which of the bytes appended since the last check QEMU wrote.
     fn poll(&self) {
         let mut seen = lock(&self.seen);
-        // Read before the position: what QEMU appends in between is then counted by the position.
+        // The length is read before the position: bytes that QEMU appends in between are then found by the position.
         let Ok(end) = self.file.metadata().map(|file| file.len()) else {
             return;
         };
@@ -118,7 +119,7 @@ impl LogFile {
     }
 }
 
-/// Checks after each write to the file at `path`, until no other owner holds `log`.
+/// Starts a thread that checks the log after each write to the file at `path`. The thread ends when `log` has no owner.
 fn watch(path: &Path, log: Weak<LogFile>) -> io::Result<()> {
     let events = inotify::init(inotify::CreateFlags::CLOEXEC)?;
     inotify::add_watch(&events, path, inotify::WatchFlags::MODIFY)?;
@@ -128,12 +129,12 @@ fn watch(path: &Path, log: Weak<LogFile>) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for the next writes, and checks the file; `None` if the log is no longer in use.
+/// Waits for further writes, and checks the file. Returns `None` if the log has no owner.
 fn next(events: &OwnedFd, log: &Weak<LogFile>) -> Option<()> {
     let has_written = wait_readable(&[events.as_fd()], Some(Instant::now() + POLL_INTERVAL));
     let log = log.upgrade()?;
     if has_written {
-        // The content of the events does not matter.
+        // The events are discarded: only their arrival matters.
         rustix::io::read(events, &mut [0_u8; 4096]).ok()?;
         log.poll();
     }
@@ -146,7 +147,7 @@ mod tests {
 
     use super::*;
 
-    /// Opens a log without a watch: the test checks it itself.
+    /// Opens a log without the watching thread, so that a test decides when to check.
     fn unwatched(path: &Path) -> LogFile {
         let file = OpenOptions::new().read(true).append(true).open(path);
         let file = file.unwrap();

@@ -1,4 +1,4 @@
-//! Migrates the guest of a running QEMU into a relay of this process: starts the migration, shows its progress, and cancels it
+//! Migrates the guest of a running QEMU into a relay of this process. Starts the migration, shows its progress, and cancels it
 //! on a signal.
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -25,59 +25,59 @@ use crate::progress::{Watch, not_connected};
 use crate::settings::{self, DOWNTIME_LIMIT};
 use crate::source::Source;
 
-/// Interval between queries for QEMU's figures, which cause no events.
+/// Interval between queries for QEMU's figures: QEMU sends no event when they change.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Shortest time between queries that QEMU's events cause. Short rounds end every millisecond.
+/// Minimum time between two queries that QEMU's events cause. Short rounds end every millisecond.
 const AFTER_EVENT: Duration = Duration::from_millis(20);
 
 /// Default of QEMU's `throttle-trigger-threshold`, in percent.
 const TRIGGER: u64 = 50;
 
-/// Time without a connection after which the operator is shown the address, the same as for a silent host in a migration
-/// (`REPORTED` of hotlift's liveness).
+/// Time without a connection after which the operator is shown the relay's address. The same as for a silent host in a
+/// migration (`REPORTED` of hotlift's liveness).
 const UNCONNECTED: Duration = Duration::from_secs(5);
 
-/// Time in which a relay must notice that QEMU has aborted.
+/// Time in which a relay must notice that QEMU has aborted its migration.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Migration of a QEMU's guest through a relay of this process.
+/// Migration of a QEMU's guest into a relay of this process.
 pub struct OutgoingMigration<'a> {
-    /// QEMU of the guest.
+    /// The guest's QEMU.
     pub source: &'a Source,
-    /// Cancels it.
+    /// Signals that cancel the migration.
     pub interrupt: &'a Interrupt,
     /// Settings of the relay.
     pub settings: &'a RelaySettings,
-    /// Destination of the relay.
+    /// Destination to which the relay sends.
     pub outgoing: Outgoing<'a>,
     /// True if no progress is shown.
     pub quiet: bool,
 }
 
-/// Waits until one of the descriptors is readable, or until the given time. It also gets the relay's control.
+/// Waits until one of the descriptors is readable, or until the given time. Also receives the handle that controls the relay.
 pub type WaitFn<'a> = &'a mut dyn FnMut(&[BorrowedFd<'_>], Instant, &Control);
 
-/// Result of a migration's relay.
+/// Result of a migration through a relay.
 pub struct Relayed {
     /// The relay's report, or its error.
     pub outcome: Result<RelayReport, MigrationError>,
-    /// True if the destination may have received the order to run the guest; if false, it never receives it.
+    /// True if the destination may have received the order to run the guest. If false, the destination will never receive it.
     pub may_run_there: bool,
     /// Run state of the guest at the destination, as its relay reports it.
     pub activity: GuestActivity,
-    /// Downtime limit at the end; `None` if it was constant.
+    /// Downtime limit at the end; `None` if the limit was not ramped.
     pub downtime_limit: Option<DowntimeLimit>,
 }
 
-/// Latest downtime limit of a migration whose limit began below the operator's.
+/// Latest downtime limit of a migration with a [`DowntimeRamp`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct DowntimeLimit {
     /// The limit in milliseconds; `None` if another client has set it.
     pub ms: Option<u64>,
     /// The operator's limit in milliseconds.
     pub most_ms: u64,
-    /// Reason for the limit.
+    /// Reason for the current limit, as text.
     pub reason: String,
 }
 
@@ -100,16 +100,17 @@ impl std::fmt::Display for DowntimeLimit {
     }
 }
 
-/// Downtime limit of a command.
+/// Downtime limit that a command sets.
 #[derive(Debug, Clone, Copy)]
 pub struct LimitArgs {
-    /// The limit for this migration; `None` if QEMU keeps its own.
+    /// The operator's limit for this migration; `None` to keep QEMU's own limit.
     pub own: Option<Duration>,
-    /// True if the limit begins low, and rises as far as needed.
+    /// True if the limit starts low, and is raised if rounds stop getting shorter.
     pub ramps: bool,
 }
 
-/// Prepares QEMU for a relay with these settings. Returns the ramp of the downtime limit, if there is one.
+/// Changes QEMU's settings for a relay with these settings. Returns the ramp of the downtime limit; `None` if the limit is
+/// constant.
 ///
 /// # Errors
 /// If QEMU refuses.
@@ -121,7 +122,7 @@ pub fn change_settings(
 ) -> Result<Option<DowntimeRamp>, QemuError> {
     let channels = settings.outgoing.channels();
     let (capabilities, mut parameters) = settings::for_relay(purpose, channels);
-    // The limit applies to the wire, after compression. The relay enforces it, and its socket slows QEMU down.
+    // The operator's limit applies to the wire, after compression. The relay enforces it, and then reads more slowly from QEMU.
     parameters.insert("max-bandwidth".to_owned(), 0.into());
     if let Some(limit) = limit.own {
         let limit = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
@@ -141,7 +142,8 @@ pub fn change_settings(
     Ok(ramp)
 }
 
-/// Returns the ramp of the downtime limit up to `most` milliseconds; without `most`, up to QEMU's own limit.
+/// Returns the ramp of the downtime limit up to `most` milliseconds, or up to QEMU's own limit if `most` is `None`. Returns
+/// `None` if no lower limit exists.
 fn ramp_to(source: &Source, most: Option<u64>) -> Result<Option<DowntimeRamp>, QemuError> {
     let mut qemu = source.qemu();
     let parameters = qemu.query_parameters().map_err(at_source)?;
@@ -158,7 +160,7 @@ fn ramp_to(source: &Source, most: Option<u64>) -> Result<Option<DowntimeRamp>, Q
 }
 
 impl OutgoingMigration<'_> {
-    /// Runs the relay and the migration to their end. All waits use `wait`, which may return early. `ramp` determines the
+    /// Runs the relay and the migration to their end. Every wait calls `wait`, which may return early. `ramp` raises the
     /// downtime limit.
     ///
     /// # Errors
@@ -212,7 +214,7 @@ impl OutgoingMigration<'_> {
         })?;
         let may_run_there = may_run_there.load(Ordering::SeqCst);
         match started {
-            // QMP's error counts only if the relay failed before the commit.
+            // A QMP error is returned only if the relay failed before the commit.
             Err(error) if outcome.is_err() && !may_run_there => Err(error),
             _ => Ok(Relayed {
                 outcome,
@@ -240,7 +242,7 @@ impl OutgoingMigration<'_> {
         let mut poll_at = Instant::now() + POLL_INTERVAL;
         let mut given_up_at: Option<Instant> = None;
         let mut wakes = vec![ended, self.interrupt.wake_fd()];
-        // Events report the end of each round. Without the descriptor the limit still rises, more slowly.
+        // An event reports the end of each round. Without the descriptor the limit is still raised, but later.
         let mut qmp = self.source.qemu().client().descriptor().ok();
         let mut events_at = Instant::now();
         let mut applied = ramp.as_ref().map(|ramp| ramp.limit());
@@ -250,7 +252,7 @@ impl OutgoingMigration<'_> {
                 wakes.truncate(1);
                 display.finish();
                 warn!("cancelling");
-                // QEMU ignores this if it is too late; otherwise it closes its sockets, which ends the relay.
+                // If the cancel is too late, QEMU ignores it; otherwise QEMU closes its sockets, which ends the relay.
                 if self.source.cancel().is_err() {
                     control.cancel();
                 }
@@ -273,7 +275,7 @@ impl OutgoingMigration<'_> {
             match (&info, ramp.as_deref_mut()) {
                 (Ok(info), Some(ramp)) => self.ramp(ramp, &mut applied, info, now),
                 (Ok(_), None) => {}
-                // A closed connection would always be readable.
+                // The descriptor of a closed connection would always be readable.
                 (Err(_), _) => qmp = None,
             }
             if now < poll_at {
@@ -305,8 +307,8 @@ impl OutgoingMigration<'_> {
         display.finish();
     }
 
-    /// Passes QEMU's figures to `ramp`, and sets the limit that it returns. `applied` is the limit that QEMU has; `None` if
-    /// another client has set it.
+    /// Passes QEMU's figures to `ramp`, and sets the limit that it returns. `applied` is the limit set in QEMU; `None` if
+    /// another client has set one.
     fn ramp(
         &self,
         ramp: &mut DowntimeRamp,
@@ -326,7 +328,7 @@ impl OutgoingMigration<'_> {
         };
         ramp.poll(now, figures);
         let limit = Some(ramp.limit());
-        // An error is temporary, or ends the migration: the next call tries again.
+        // An error is temporary, or the migration ends with it. The next call tries again.
         match self
             .source
             .set_downtime_limit(limit.filter(|_| *applied != limit))

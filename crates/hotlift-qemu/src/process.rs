@@ -1,4 +1,4 @@
-//! A QEMU that this process started for an incoming guest, and that it ends unless QEMU gets the guest.
+//! A QEMU that this process started for an incoming guest. This process ends QEMU unless QEMU receives the guest.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder};
@@ -26,23 +26,23 @@ use crate::guard::Guard;
 use crate::stderr::{ErrorOutput, Streams};
 use hotlift_mem::{end_of_process, lock, wait_readable};
 
-/// Timeout for a killed QEMU to end: while it waits for storage that hangs, it does not. Below the default of `settle-timeout`,
-/// so that the other side gets its answer in time.
+/// Timeout for the end of a killed QEMU: the kernel delays it while QEMU waits for hanging storage. It must be below the
+/// default of `settle-timeout`, within which the other side waits for the result.
 pub(crate) const END: Duration = Duration::from_secs(20);
 
-/// A QEMU process. Dropping it kills QEMU; if this process is killed, the guard ends QEMU. Neither happens after
-/// [`Custody::release`], since QEMU may then have its guest.
+/// A QEMU process. Dropping this value kills QEMU. If this process is killed, the guard process ends QEMU. After
+/// [`Custody::release`] QEMU may have its guest, and neither ends it.
 #[derive(Debug)]
 pub struct Started {
     child: Child,
     custody: Custody,
-    /// Its QMP socket, which may outlive this command.
+    /// QEMU's QMP socket, which may remain after this command.
     socket: PathBuf,
     has_own_qmp: bool,
     errors: ErrorOutput,
 }
 
-/// Right of this process to end a QEMU that it has started. Clones refer to the same QEMU.
+/// Right to end a QEMU that this process has started. All clones share one state.
 #[derive(Debug, Clone, Default)]
 pub struct Custody(Arc<GuardState>);
 
@@ -53,7 +53,7 @@ struct GuardState {
 }
 
 impl Custody {
-    /// Ends the custody before QEMU may run its guest: from now on neither a drop nor the guard ends QEMU.
+    /// Ends the custody. Must be called before QEMU may run its guest: from now on neither a drop nor the guard ends QEMU.
     pub fn release(&self) {
         self.0.is_released.store(true, Ordering::SeqCst);
         if let Some(guard) = &mut *self.guard() {
@@ -61,12 +61,12 @@ impl Custody {
         }
     }
 
-    /// Returns true after [`Self::release`].
+    /// Returns true after [`Self::release`], until the custody is taken back.
     pub fn is_released(&self) -> bool {
         self.0.is_released.load(Ordering::SeqCst)
     }
 
-    /// Takes the custody back, after QEMU itself has reported that it has no guest and never will.
+    /// Restores the custody, after QEMU itself has reported that it has no guest and never will.
     fn take_back(&self) {
         self.0.is_released.store(false, Ordering::SeqCst);
     }
@@ -77,11 +77,11 @@ impl Custody {
 }
 
 impl Started {
-    /// Starts `command` with a deferred incoming migration, and with a QMP socket in addition to its own. `folder` is removed
-    /// with this process, even if it is killed.
+    /// Starts `command` with `-incoming defer`, and with one more QMP socket than its command line has. Removes `folder` when
+    /// this process ends, even if it is killed.
     ///
     /// # Errors
-    /// If it cannot be started, or does not answer.
+    /// If QEMU cannot be started, ends, or does not answer.
     pub fn start(
         command: &[OsString],
         folder: &Path,
@@ -97,8 +97,8 @@ impl Started {
             .stdin(Stdio::null())
             .stdout(streams.stdout)
             .stderr(streams.stderr)
-            // QEMU leaves the terminal's process group: Ctrl-C only addresses the command, and must not end a QEMU that has the
-            // guest.
+            // QEMU leaves the terminal's process group. Ctrl-C must reach only this command, and must not end a QEMU that has
+            // the guest.
             .process_group(0)
             .spawn()
             .map_err(|source| not_run(program, source))?;
@@ -116,12 +116,12 @@ impl Started {
         Ok((started, qemu))
     }
 
-    /// Returns the address of its QMP socket.
+    /// Returns the address of the QMP socket that this process uses.
     fn qmp(&self) -> QmpAddress {
         QmpAddress::Unix(self.socket.clone())
     }
 
-    /// Returns the custody, which must be given up before QEMU may run its guest.
+    /// Returns the custody: the right to end QEMU. It must be released before QEMU may run its guest.
     pub fn custody(&self) -> Custody {
         self.custody.clone()
     }
@@ -138,17 +138,18 @@ impl Started {
         })
     }
 
-    /// Returns its exit status if it has ended.
+    /// Returns the exit status of the started process; `None` while it runs.
     pub fn has_ended(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().ok().flatten()
     }
 
-    /// Returns the last errors of a QEMU that has ended, in one line.
+    /// Returns the last errors of a QEMU that has ended, in one line; `None` if it printed none.
     pub fn last_errors(&self) -> Option<String> {
         self.errors.last()
     }
 
-    /// Leaves QEMU running, and returns its location. Keeps the QMP socket for the operator if QEMU's command line has none.
+    /// Leaves QEMU running, and returns its location for the operator. If QEMU's command line has no QMP socket, this process's
+    /// socket is kept for the operator.
     pub fn leave(self) -> String {
         self.custody.release();
         if self.has_own_qmp {
@@ -157,7 +158,7 @@ impl Started {
         self.place()
     }
 
-    /// Returns the location of this QEMU.
+    /// Returns the location of this QEMU, as text for the operator.
     pub fn place(&self) -> String {
         let pid = self.child.id();
         match self.kept_qmp() {
@@ -166,7 +167,7 @@ impl Started {
         }
     }
 
-    /// Returns the QMP socket that is kept for the operator; `None` if the command line has one.
+    /// Returns the QMP socket that remains for the operator; `None` if the command line has its own.
     pub fn kept_qmp(&self) -> Option<QmpAddress> {
         (!self.has_own_qmp).then(|| self.qmp())
     }
@@ -174,11 +175,11 @@ impl Started {
     /// Kills QEMU and its children, regardless of the custody, and waits for the end of the started process.
     ///
     /// # Errors
-    /// If it does not end within 20 seconds.
+    /// If the process does not end within 20 seconds.
     pub fn end(&mut self) -> io::Result<ExitStatus> {
         let deadline = Instant::now() + END;
         let pid = Pid::from_child(&self.child);
-        // The process leads its own group, which includes a QEMU that a wrapper has forked.
+        // The process leads its own group, which also includes a QEMU started by a wrapper script.
         let _ = kill_process_group(pid, Signal::KILL);
         if self.child.try_wait()?.is_none() {
             let end = end_of_process(&self.child)?;
@@ -188,7 +189,7 @@ impl Started {
         ended.ok_or_else(|| io::ErrorKind::TimedOut.into())
     }
 
-    /// Takes the custody back: QEMU has reported that it has no guest and never will, so it may be ended.
+    /// Restores the custody, after QEMU has reported that it has no guest and never will: QEMU may be ended again.
     pub fn take_back(&self) {
         self.custody.take_back();
     }
@@ -213,8 +214,8 @@ impl Drop for Started {
     }
 }
 
-/// Returns a path for the QMP socket of a QEMU that may outlive this command. QEMU removes its socket when it ends, but would
-/// leave a folder behind. So the socket is in a folder only if the umask would let other users connect. All QEMUs of this user
+/// Returns a path for the QMP socket of a QEMU that may run longer than this command. QEMU removes its socket when it ends, but
+/// not the folder of the socket. So a folder is used only if the umask would let other users connect. All QEMUs of this user
 /// share that folder. It is never removed, because another command may be about to use it.
 fn place() -> Result<PathBuf, QemuError> {
     let name = format!("hotlift-{:016x}.qmp", fastrand::u64(..));
@@ -231,7 +232,7 @@ fn place() -> Result<PathBuf, QemuError> {
         .join(name))
 }
 
-/// Returns a folder in `place` that only this user can enter, the same at each call.
+/// Returns a folder in `place` that only this user can enter. Each call returns the same folder.
 fn own_folder(place: &Path) -> io::Result<PathBuf> {
     let user = rustix::process::geteuid().as_raw();
     let folder = place.join(format!("hotlift-{user}"));
@@ -239,7 +240,7 @@ fn own_folder(place: &Path) -> io::Result<PathBuf> {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
-    // Another user may have created the folder.
+    // Another user may have created a folder with this name.
     let there = fs::symlink_metadata(&folder)?;
     if !there.is_dir() || there.uid() != user || there.mode() & 0o077 != 0 {
         let problem = format!("{} can be accessed by other users", folder.display());
@@ -248,7 +249,7 @@ fn own_folder(place: &Path) -> io::Result<PathBuf> {
     Ok(folder)
 }
 
-/// Returns the positions of the options `name` in a QEMU command line.
+/// Returns the positions of the option `name` in a QEMU command line; the option may occur several times.
 fn names<'a>(command: &'a [OsString], name: &'a str) -> impl Iterator<Item = usize> + 'a {
     command.iter().enumerate().filter_map(move |(index, word)| {
         let word = word.to_str()?;
@@ -257,14 +258,14 @@ fn names<'a>(command: &'a [OsString], name: &'a str) -> impl Iterator<Item = usi
     })
 }
 
-/// Returns true if the QEMU of a QMP connection was started with `-S`, and so runs a guest only after a `cont`; `None` if
-/// unknown. Uses `command` if this process started QEMU, or the command line of QEMU's process.
+/// Returns true if QEMU was started with `-S`: then it runs a guest only after a `cont`. Returns `None` if unknown. `command`
+/// is the command line if this process started QEMU. Otherwise the command line of the process at the QMP socket is read.
 pub fn waits_for_cont(qemu: &mut Qemu, command: Option<&[OsString]>) -> Option<bool> {
     let line = qemu.client().peer().and_then(|pid| {
         let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
         let words = line.split(|byte| *byte == 0);
         let words: Vec<OsString> = words.map(|word| OsStr::from_bytes(word).into()).collect();
-        // The peer may be a manager that created the socket for QEMU, not QEMU itself.
+        // The process may be a manager that created the socket for QEMU, not QEMU itself.
         let is_qemu = names(&words, "incoming").next().is_some();
         is_qemu.then_some(words)
     });
@@ -275,7 +276,7 @@ pub fn waits_for_cont(qemu: &mut Qemu, command: Option<&[OsString]>) -> Option<b
 /// Returns `command` with `-incoming defer` added.
 ///
 /// # Errors
-/// If the command line cannot be used for an incoming migration under this process's control.
+/// If the command line cannot be used for an incoming migration that this process controls.
 pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, QemuError> {
     let problem = |problem: &str| {
         Err(QemuError::Command {
@@ -295,17 +296,17 @@ pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, QemuError> {
     Ok(arguments)
 }
 
-/// Checks that the program of `command` exists and can be executed; searches for it as at its start.
+/// Checks that the program of `command` exists and can be executed. Searches the folders in `PATH` for it, as the start does.
 ///
 /// # Errors
-/// If it does not exist, or is not executable.
+/// If the program does not exist, or is not executable.
 pub fn find(command: &[OsString]) -> Result<(), QemuError> {
     let program = command.first().ok_or(QemuError::NoQemu)?;
     let paths = std::env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
     found(program, &paths).map_err(|source| not_run(program, source))
 }
 
-/// Searches as `execvp` does: a name without a folder is in one of the folders in `paths`.
+/// Searches as `execvp` does: a name without a folder is searched in the folders of `paths`.
 fn found(program: &OsStr, paths: &OsStr) -> io::Result<()> {
     let runs = |path: &Path| -> io::Result<()> {
         if fs::metadata(path)?.is_dir() {

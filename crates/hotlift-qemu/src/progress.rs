@@ -8,40 +8,41 @@ use hotlift::relay::RelayProgress;
 use hotlift_qmp::{MigrationInfo, MigrationStats};
 use hotlift_terminal::progress::{Line, bytes, rounded, stalled, throttled};
 
-/// Number of rounds without a decrease of dirty pages after which this is reported.
+/// Number of rounds in a row without a decrease of dirty pages, after which the operator is informed.
 const ROUNDS_WITHOUT_GAIN: u32 = 3;
 
-/// A round gains if the guest dirties less than this share of the data sent in it. Ten rounds with this share end at a third of
-/// the first.
+/// A round makes progress if the guest dirties less than this share of the data sent in that round. After ten rounds with
+/// exactly this share a third of the data of the first round remains.
 const GAIN: f64 = 0.9;
 
-/// Time without a sent byte after which this is reported, if no connection shows the reason: a file has none.
+/// Time without a sent byte after which the operator is informed, if no connection shows the reason: a save into a file has
+/// none.
 const SILENCE: Duration = Duration::from_secs(10);
 
-/// Limit in seconds below which tenths are shown.
+/// Time left in seconds, below which tenths of a second are shown.
 const TENTHS: f64 = 1000.0;
 
-/// Causes and effect of a silent host, for an operator.
+/// Possible causes and the consequence when the other host is silent, as text for an operator.
 const SILENT: &str = "the other host or the network path to it may be down, or the path drops full-size packets (check the \
                       MTU): the migration fails after 'silence-timeout', and the guest stays here; Ctrl-C ends it now";
 
-/// Causes and effect of a host that does not read.
+/// Possible causes and the consequence when the other host reads no data.
 const NOT_READING: &str = "the other host is up, but reads no data: its process, its QEMU or its disk may be stopped or slow; \
                            the migration waits; Ctrl-C ends it, and the guest stays here";
 
-/// Causes where QEMU sends no pages, and no other host holds up the migration.
+/// Possible causes when QEMU sends no pages, and the other host is not the cause.
 const NOTHING_SENT: &str = "nothing is sent, although the other host answers: QEMU or the disk of its guest may be stopped or \
                             slow; the migration waits; Ctrl-C ends it, and the guest stays here";
 
-/// The same for a save, which involves no other host.
+/// Possible causes when a save writes nothing. No other host is involved.
 const NOTHING_WRITTEN: &str = "nothing is written: QEMU, the disk of its guest or the disk of the file may be stopped or \
                                slow; the save waits; Ctrl-C ends it, and the guest stays here";
 
-/// Cause where the port for the pages accepts no connection, but 'hotlift serve' was reached at its own port.
+/// Possible cause when the port for the pages accepts no connection, although 'hotlift serve' was reached at its own port.
 const BLOCKED: &str = "a firewall may drop packets to that port, which 'hotlift serve' chooses: open it, or set it with \
                        'hotlift serve --data-port PORT'";
 
-/// Returns the line for a connection to 'hotlift serve' that is not accepted for `time`.
+/// Returns the progress line while a connection to 'hotlift serve' has not been accepted for `time`.
 pub fn not_connected(address: &Address, time: Duration) -> Line {
     Line {
         text: format!("no connection to {address} for {} s", time.as_secs()),
@@ -49,15 +50,15 @@ pub fn not_connected(address: &Address, time: Duration) -> Line {
     }
 }
 
-/// Follows one migration over successive polls.
+/// Evaluates the progress of one migration over successive polls.
 #[derive(Debug, Default)]
 pub struct Watch {
-    /// The relay's last report, and the rate on the wire since the report before.
+    /// The relay's last report. `wire_rate` is the rate on the wire since the previous report.
     relay: RelayProgress,
     wire_rate: f64,
-    /// Pages that QEMU has processed, including zero pages, which cause no data.
+    /// Number of pages that QEMU has processed, including zero pages, which cause almost no data.
     settled: u64,
-    /// Time since the relay's start at which it last sent data, or QEMU last processed pages.
+    /// Time of the last progress since the relay's start: the relay sent data, or QEMU processed pages.
     moved: Duration,
     is_save: bool,
     round: u64,
@@ -65,7 +66,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Creates a watch of a migration into a file.
+    /// Creates a watch of a save, which writes the guest into a file.
     pub fn of_save() -> Self {
         Self {
             is_save: true,
@@ -73,14 +74,15 @@ impl Watch {
         }
     }
 
-    /// Takes QEMU's and the relay's latest figures, and returns the line to show. `stall` is the host that holds up the relay.
+    /// Evaluates the latest figures of QEMU and of the relay, and returns the line to show. `stall` describes a host that
+    /// delays the relay.
     pub fn poll(
         &mut self,
         info: &MigrationInfo,
         relay: RelayProgress,
         stall: Option<Stall>,
     ) -> Line {
-        // The relay reports at its own interval: a report that was seen before has no new rate.
+        // The relay reports at its own interval. A report that was already evaluated has no new rate.
         let time = relay.elapsed.saturating_sub(self.relay.elapsed);
         if !time.is_zero() {
             let sent = relay.sent_bytes.saturating_sub(self.relay.sent_bytes);
@@ -111,7 +113,7 @@ impl Watch {
         let throttle = info.cpu_throttle_percentage.unwrap_or(0);
         let reason = self.stall_reason(&rates, throttle > 0);
         let silence = relay.elapsed.saturating_sub(self.moved);
-        // In postcopy the guest may request no pages for long, which is not a stall.
+        // In postcopy the guest may request no pages for a long time, which is not a stall.
         let is_silent = stall.is_none() && silence >= SILENCE && info.status() == "active";
         let is_held_up = stall.is_some() || is_silent;
         let seconds_left = rates.seconds_left(ram.remaining).filter(|_| !is_held_up);
@@ -119,7 +121,7 @@ impl Watch {
             (Some(seconds), _) if seconds < TENTHS => format!("{seconds:.1} s left, "),
             (Some(seconds), _) => format!("{seconds:.0} s left, "),
             (None, None) => "time unknown, ".to_owned(),
-            // The relay's line already reports it.
+            // The remark already reports that the migration does not converge.
             (None, Some(_)) => String::new(),
         };
         let state = match (info.status(), stall) {
@@ -133,7 +135,7 @@ impl Watch {
             (status, Some(stall)) => format!("{status}, {stall}, "),
             (status, None) => format!("{status}{}, ", stalled(reason.is_some())),
         };
-        // Up to the dirty rate this fits into 80 columns.
+        // Everything up to the dirty rate fits into 80 columns.
         let text = format!(
             "{state}round {}, {} to go, {left}wire {}/s, dirty {}/s{}, RAM {}/s of {}",
             self.round,
@@ -154,7 +156,7 @@ impl Watch {
         Line { text, remark }
     }
 
-    /// Returns the current round.
+    /// Returns the number of the current round, from 1; 0 before the first figures.
     pub fn round(&self) -> u64 {
         self.round
     }
@@ -176,7 +178,7 @@ impl Watch {
     }
 }
 
-/// Bytes of RAM a second.
+/// Rates of RAM in bytes per second.
 struct Rates {
     /// Bytes that QEMU has processed: sent, or found to be zero.
     sent: f64,
@@ -186,7 +188,8 @@ struct Rates {
 impl Rates {
     fn of(ram: &MigrationStats) -> Self {
         let bytes = |pages: u64| to_f64(pages.saturating_mul(ram.page_size.max(1)));
-        // The remaining bytes include zero pages, which need almost no data. A QEMU that counts no pages reports only bytes.
+        // The remaining bytes include zero pages, which need almost no data, so the rate of pages is used. Without that rate
+        // QEMU's rate of bytes is the only one.
         let sent = match ram.pages_per_second {
             0 => ram.mbps * 1e6 / 8.0,
             pages => bytes(pages),
@@ -201,7 +204,8 @@ impl Rates {
         self.dirty < self.sent * GAIN
     }
 
-    /// Estimates the time until almost nothing remains, at constant rates; includes the pages dirtied in that time.
+    /// Estimates the time in seconds until almost nothing remains, at constant rates, including the pages dirtied in that time.
+    /// Returns `None` if the guest dirties pages too fast.
     fn seconds_left(&self, remaining: u64) -> Option<f64> {
         self.gain()
             .then(|| to_f64(remaining) / (self.sent - self.dirty))
@@ -285,7 +289,7 @@ mod tests {
     fn three_rounds_without_progress_are_explained_until_one_makes_progress() {
         let mut watch = Watch::default();
         for round in 2..4 {
-            // A round counts once, regardless of the number of polls.
+            // Several polls in one round count as one round.
             for _ in 0..5 {
                 let line = watch
                     .poll(&active(round, 24_000), RelayProgress::default(), None)
@@ -336,7 +340,7 @@ mod tests {
         let mut info = active(1, 0);
         if let Some(ram) = &mut info.ram {
             (ram.total, ram.remaining) = (64 << 30, 28 << 30);
-            // 9.3 MiB/s of bytes, and 3.5 GiB/s of pages, most of them zero.
+            // 9.3 MiB/s by the rate of bytes; 3.5 GiB/s by the rate of pages, most of which are zero.
             ram.mbps = 78.0;
             ram.pages_per_second = (7 << 29) / 4096;
         }

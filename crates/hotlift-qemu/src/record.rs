@@ -1,7 +1,7 @@
-//! The record of the settings that a command has changed in a QEMU, kept inside that QEMU.
+//! The record of the settings that a command has changed in QEMU, stored inside that QEMU.
 //!
-//! The record is a QOM object of that QEMU, which contains only text. So it exists as long as the settings do, and every later
-//! command finds it, whatever user, container or host that command runs on.
+//! The record is an object in QEMU (QOM) that contains only text. It exists as long as the changed settings do. Every later
+//! command finds it, on any host and for any user.
 
 use std::fs;
 use std::path::Path;
@@ -10,10 +10,10 @@ use hotlift_qmp::{Qemu, QmpError};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// Id of the object.
+/// Id of the QOM object that stores the record.
 const ID: &str = "hotlift-changed-settings";
 
-/// The settings that a command has changed, and the command's process.
+/// The settings that a command has changed in QEMU, and the process of that command.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Record {
     owner: Owner,
@@ -35,12 +35,12 @@ pub(crate) struct Change<T> {
 /// The process that changed the settings.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Owner {
-    /// Boot id of its kernel.
+    /// Boot id of the kernel that runs the process.
     boot: String,
-    /// Its pid namespace.
+    /// Pid namespace of the process.
     namespace: String,
     pid: u32,
-    /// Its start time in ticks since boot: process ids are reused.
+    /// Start time of the process in ticks since boot, to detect a reused process id; `None` if unknown.
     start: Option<u64>,
 }
 
@@ -57,21 +57,23 @@ impl Owner {
         }
     }
 
-    /// Returns true if the owner is another process than `this`, and still runs. `start_of` returns the start time of a
-    /// process. Returns false if this process cannot see the owner; then only the state of the migration shows if it is active.
+    /// Returns true if the owner is not the process `this`, and still runs. `start_of` returns the start time of a process.
+    /// Returns false if this process cannot see the owner. Then only the state of QEMU's migration shows if the owner is
+    /// active.
     fn is_at_work(&self, this: &Self, start_of: impl Fn(u32) -> Option<u64>) -> bool {
         let is_seen = self.boot == this.boot && self.namespace == this.namespace;
         is_seen && self != this && self.start.is_some() && start_of(self.pid) == self.start
     }
 }
 
-/// Returns the start time of a process, unless it has ended.
+/// Returns the start time of a process in ticks since boot; `None` if the process has ended.
 fn start_of(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat")).ok()?;
     start_in(&stat)
 }
 
-/// Parses the start time in the text of `/proc/PID/stat` (proc(5)): field 22; the state is field 3; field 2 may contain spaces.
+/// Parses the start time in the text of `/proc/PID/stat` (proc(5)). It is field 22. Field 2 may contain spaces. Returns `None`
+/// if field 3, the state, is that of an ended process.
 fn start_in(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_whitespace();
@@ -81,7 +83,7 @@ fn start_in(stat: &str) -> Option<u64> {
 }
 
 impl Record {
-    /// Creates a record of this process.
+    /// Creates a record whose owner is this process.
     pub fn new(capabilities: Vec<Change<bool>>, parameters: Vec<Change<Value>>) -> Self {
         Self {
             owner: Owner::this(),
@@ -90,10 +92,10 @@ impl Record {
         }
     }
 
-    /// Stores it in `qemu`. A QEMU that already has one refuses: another command is active.
+    /// Stores the record in `qemu`.
     ///
     /// # Errors
-    /// QMP errors.
+    /// QMP errors, also if QEMU already has a record: another command is active.
     pub fn put(&self, qemu: &mut Qemu) -> Result<(), QmpError> {
         let text = serde_json::to_string(self).map_err(|source| QmpError::Answer {
             command: "object-add".to_owned(),
@@ -102,7 +104,7 @@ impl Record {
         qemu.keep_text(ID, &text).map(|_| ())
     }
 
-    /// Reads the record in `qemu`, if it exists.
+    /// Reads the record stored in `qemu`; `None` if there is none.
     ///
     /// # Errors
     /// QMP errors, also for a record in another format.
@@ -121,13 +123,13 @@ impl Record {
     /// QMP errors.
     pub fn remove(qemu: &mut Qemu) -> Result<(), QmpError> {
         match qemu.delete_object(ID) {
-            // This QEMU has no such object, or no objects at all.
+            // QEMU has no record, or does not support objects.
             Err(QmpError::Command { .. }) if Self::of(qemu)?.is_none() => Ok(()),
             removed => removed,
         }
     }
 
-    /// Returns the process that created the record, if it is another process and still runs.
+    /// Returns the id of the process that created the record; `None` if it is this process, or has ended.
     pub fn owner_at_work(&self) -> Option<u32> {
         let is_at_work = self.owner.is_at_work(&Owner::this(), start_of);
         is_at_work.then_some(self.owner.pid)

@@ -2,13 +2,13 @@
 
 use hotlift_qmp::RunState;
 
-/// State of a guest at its source.
+/// State of a guest at its source, before it was migrated.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PreviousState {
-    /// Run state.
+    /// Run state of the guest.
     pub state: RunState,
-    /// True if the state is from the switchover. Otherwise it is from the start of the migration, and an operator may have
-    /// stopped the guest since.
+    /// True if the state was read at the switchover. False if it was read at the start of the migration: an operator may have
+    /// stopped the guest later.
     pub is_last: bool,
 }
 
@@ -20,15 +20,16 @@ pub enum RunStateCheck {
     /// QEMU does not run the guest and never ran it, though the guest ran at its source. (For example, QEMU cannot lock a
     /// disk.)
     DoesNotRun,
-    /// The same, unless QEMU was started with `-S`, or the guest was stopped before the switchover: this is unknown.
+    /// QEMU does not run the guest, and it is unknown if this is intended: QEMU may have been started with `-S`, or an operator
+    /// may have stopped the guest before the switchover.
     MayNotRun,
 }
 
-/// Checks the state `now` of a guest that was in state `before`. `has_run` is true if it has run in this QEMU, and `waits` if
-/// this QEMU was started with `-S` (`None` if unknown).
+/// Checks the state `now` of a guest at the destination. The guest was in state `before` at the source. `has_run` is true if
+/// the guest has run in the destination's QEMU. `waits` is true if that QEMU was started with `-S`; `None` if unknown.
 ///
-/// A QEMU that cannot lock the disks leaves a guest in state `paused` (before 10.0) or `inmigrate`. All other states are caused
-/// by the guest itself.
+/// If QEMU cannot lock the disks, the guest stays in state `paused` (QEMU before 10.0) or `inmigrate`. All other states are
+/// caused by the guest itself.
 #[must_use]
 pub fn check(
     before: &PreviousState,
@@ -47,7 +48,7 @@ pub fn check(
     }
 }
 
-/// Returns a clause for this state, to follow "the guest".
+/// Returns a clause about this state. The clause follows the words "the guest".
 #[must_use]
 pub fn state_clause(state: &RunState) -> String {
     match state {
@@ -75,7 +76,7 @@ mod tests {
                 let state = was.clone();
                 super::check(&PreviousState { state, is_last }, now, has_run, waits)
             });
-            // If the guest may have been stopped since, 'paused' proves nothing.
+            // If an operator may have stopped the guest during the migration, 'paused' proves nothing.
             match last {
                 DoesNotRun if *now == RunState::Paused => assert_eq!(first, MayNotRun, "{was:?}"),
                 _ => assert_eq!(first, last, "{was:?} {now:?} {waits:?}"),
@@ -86,7 +87,7 @@ mod tests {
         let every = [all(&live), all(&ended), vec![RunState::Paused]].concat();
         let waits = [None, Some(false), Some(true)];
         for was in &every {
-            // The guest's own states, and every state of a guest that has run here.
+            // States that the guest itself causes, and every state of a guest that has run at the destination, are accepted.
             for now in every.iter().filter(|now| **now != RunState::Paused) {
                 for waits in waits {
                     assert_eq!(judge(was, now, false, waits), Right, "{was:?} {now:?}");

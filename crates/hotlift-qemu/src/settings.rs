@@ -8,15 +8,15 @@ use crate::capabilities::{self, CAPABILITIES, PREEMPT, Purpose, Treatment, capab
 use crate::error::{QemuError, Side};
 use crate::record::{Change, Record};
 
-/// Parameter that may change more than once during a migration.
+/// Parameter that Hotlift may change several times during one migration.
 pub(crate) const DOWNTIME_LIMIT: &str = "downtime-limit";
 
-/// Changed settings with their previous values.
+/// Settings that were changed for a migration, with their previous values.
 #[derive(Debug)]
 pub struct Changed(Record);
 
-/// Returns the settings that a migration through relays needs in either QEMU: `channels` multifd channels without compression
-/// (0: multifd off), events, and a return path.
+/// Returns the settings that a migration through relays needs in both QEMUs: events, a return path, and `channels` multifd
+/// channels without compression (0: multifd off).
 #[must_use]
 pub fn for_relay(
     purpose: Purpose,
@@ -36,12 +36,12 @@ pub fn for_relay(
         parameters.insert("multifd-channels".to_owned(), channels.into());
     }
     parameters.insert("multifd-compression".to_owned(), "none".into());
-    // The connection to the relay is a UNIX socket of this host.
+    // TLS is off: the connection between QEMU and the relay is a UNIX socket of this host.
     parameters.insert("tls-creds".to_owned(), "".into());
     (CAPABILITIES.iter().filter_map(of_row).collect(), parameters)
 }
 
-/// Returns the settings of a QEMU for a lazy restore. With `preempt`, requested pages have their own connection.
+/// Returns the settings of a QEMU for a lazy restore. With `preempt`, requested pages use a separate connection.
 #[must_use]
 pub fn for_lazy_restore(preempt: bool) -> (Vec<(&'static str, bool)>, Map<String, Value>) {
     let (mut capabilities, parameters) = for_relay(Purpose::Restore, 0);
@@ -51,7 +51,7 @@ pub fn for_lazy_restore(preempt: bool) -> (Vec<(&'static str, bool)>, Map<String
     (capabilities, parameters)
 }
 
-/// Returns the capabilities in `now` that must have the same value in the other QEMU.
+/// Selects the capabilities in `now` that must have the same value in the other QEMU.
 #[must_use]
 pub fn alike(now: Vec<(String, bool)>) -> Vec<(String, bool)> {
     let is_alike = |name: &str| {
@@ -63,10 +63,10 @@ pub fn alike(now: Vec<(String, bool)>) -> Vec<(String, bool)> {
     now.into_iter().filter(|(name, _)| is_alike(name)).collect()
 }
 
-/// Checks that a QEMU has no setting that a command with this purpose refuses.
+/// Checks that QEMU has no setting that this command refuses.
 ///
 /// # Errors
-/// [`QemuError::Setting`] with the first one; QMP errors.
+/// [`QemuError::Setting`] with the first refused setting; QMP errors.
 pub fn check(qemu: &mut Qemu, side: Side, purpose: Purpose) -> Result<(), QemuError> {
     let failed = |error| side.error(error);
     let now = qemu.query_capabilities().map_err(failed)?;
@@ -89,11 +89,11 @@ pub fn check(qemu: &mut Qemu, side: Side, purpose: Purpose) -> Result<(), QemuEr
     capabilities::check_parameters(&now, default)
 }
 
-/// Restores the settings that an earlier command left changed in `qemu`, and logs this. No migration may be active. `ready`
-/// waits until QEMU accepts changes.
+/// Restores the settings that an earlier command has changed in `qemu` and not restored, and logs this. No migration may be
+/// active. `ready` waits until QEMU accepts changes.
 ///
 /// # Errors
-/// [`QemuError::InUse`] if that command still runs; QMP errors.
+/// [`QemuError::InUse`] if the earlier command still runs; QMP errors.
 pub fn restore_left(
     qemu: &mut Qemu,
     side: Side,
@@ -113,7 +113,7 @@ pub fn restore_left(
 }
 
 impl Changed {
-    /// Reads the settings that an earlier command has changed in `qemu`, and not restored.
+    /// Reads the settings that an earlier command has changed in `qemu` and not restored; `None` if there are none.
     ///
     /// # Errors
     /// QMP errors.
@@ -121,8 +121,8 @@ impl Changed {
         Ok(Record::of(qemu)?.map(Self))
     }
 
-    /// Changes the settings that differ. If QEMU refuses, restores them. `limits` are the values of `downtime-limit` that
-    /// [`Changed::set_limit`] may set.
+    /// Changes the settings whose values differ. If QEMU refuses one, restores the others. `limits` are the values of
+    /// `downtime-limit` that [`Changed::set_limit`] may set.
     ///
     /// # Errors
     /// QMP errors.
@@ -160,16 +160,17 @@ impl Changed {
             capabilities.iter().filter_map(changes_of).collect(),
             parameters.iter().filter_map(change_of).collect(),
         ));
-        // The record comes before the settings: a command that is killed in between leaves no unknown change.
+        // The record is stored before the settings change. If the command is killed in between, a later command still finds
+        // every change.
         if !changed.is_empty() {
             changed.0.put(qemu)?;
         }
-        // The record in QEMU needs the values that may be set later; this process knows the value that it has set.
+        // The record in QEMU includes the values that may be set later. This process knows which value it has set.
         for change in &mut changed.0.parameters {
             change.later.clear();
         }
         let is_new = |(name, set): &&(&str, bool)| !has.contains(&((*name).to_owned(), *set));
-        // Includes capabilities that this QEMU does not know: if one must be on, the error names it.
+        // Capabilities that this QEMU does not know are included: if one must be on, the error names it.
         let capabilities: Vec<_> = capabilities.iter().filter(is_new).copied().collect();
         let changes = changed.0.parameters.iter();
         let parameters = changes.map(|it| (it.name.clone(), it.set.clone()));
@@ -182,8 +183,8 @@ impl Changed {
         Ok(changed)
     }
 
-    /// Returns true if `downtime-limit` has the value that this command has set. If another client has changed it, its value
-    /// stays: it is not restored either.
+    /// Returns true if `downtime-limit` has the value that this command has set. Returns false if another client has changed
+    /// it. That client's value is not replaced when the settings are restored.
     ///
     /// # Errors
     /// QMP errors.
@@ -194,13 +195,14 @@ impl Changed {
         };
         let is_held = qemu.query_parameters()?.get(DOWNTIME_LIMIT) == Some(&change.set);
         if !is_held {
-            // No QEMU has this value, so it is not restored.
+            // No QEMU can have the value null, so this setting is not restored.
             change.set = Value::Null;
         }
         Ok(is_held)
     }
 
-    /// Sets `downtime-limit` to `limit`, and returns true; returns false if another client has changed it.
+    /// Sets `downtime-limit` to `limit` milliseconds. Returns false, and changes nothing, if another client has changed the
+    /// value.
     ///
     /// # Errors
     /// QMP errors.
@@ -220,8 +222,8 @@ impl Changed {
         self.0.capabilities.is_empty() && self.0.parameters.is_empty()
     }
 
-    /// Restores the previous values where QEMU still has the changed ones, and returns them in one line. QEMU refuses during a
-    /// migration.
+    /// Restores each previous value, unless another client has changed the setting again. Returns the restored settings in one
+    /// line. QEMU refuses this during a migration.
     ///
     /// # Errors
     /// QMP errors.
@@ -267,7 +269,7 @@ impl Changed {
     }
 }
 
-/// Returns true if the parameter must be empty, and is: QEMU does not report an empty one.
+/// Returns true if the parameter must be empty, and is empty: QEMU does not report an empty parameter.
 fn is_unset(now: Option<&Value>, wanted: &Value) -> bool {
     wanted == "" && now.is_none()
 }

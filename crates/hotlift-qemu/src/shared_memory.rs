@@ -1,7 +1,8 @@
-//! RAM in files that both QEMUs map, so that it need not be sent.
+//! RAM in files that both QEMUs map. Such RAM is not sent.
 //!
-//! Equal paths prove nothing: the hosts or mount namespaces may differ, and a file may have been replaced. So each side reads
-//! the kernel's list of its QEMU's mappings, and both lists must name the same files of the same host.
+//! Equal paths do not prove that both QEMUs map the same file: the hosts or mount namespaces may differ, or the file may have
+//! been replaced. So each side reads the kernel's list of its QEMU's mappings. Both lists must name the same files of the same
+//! host.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -19,7 +20,7 @@ use crate::error::{QemuError, Side};
 pub struct SharedFile {
     /// Id of the memory backend.
     pub memory: String,
-    /// Its size in bytes.
+    /// Size of the memory backend in bytes.
     pub bytes: u64,
     /// Boot id of the host's kernel.
     pub host: String,
@@ -30,7 +31,7 @@ pub struct SharedFile {
 /// Lists the files that back the RAM of this QEMU.
 ///
 /// # Errors
-/// If there are none, or they cannot be identified.
+/// If no file backs the RAM, or a file cannot be identified.
 pub fn of(qemu: &mut Qemu, side: Side) -> Result<Vec<SharedFile>, QemuError> {
     let backends = qemu.shared_backends().map_err(|error| side.error(error))?;
     if backends.is_empty() {
@@ -54,7 +55,7 @@ pub fn of(qemu: &mut Qemu, side: Side) -> Result<Vec<SharedFile>, QemuError> {
 /// Checks that both QEMUs map the same files.
 ///
 /// # Errors
-/// [`QemuError::Shared`].
+/// [`QemuError::Shared`] if a file differs.
 pub fn check(here: &[SharedFile], there: &[SharedFile]) -> Result<(), QemuError> {
     if here == there && !here.is_empty() {
         return Ok(());

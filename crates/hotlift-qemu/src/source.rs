@@ -1,4 +1,4 @@
-//! The source's QEMU: prepared, watched, and restored if the guest stays.
+//! The source's QEMU: its settings are changed for the migration, and restored if the guest stays.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -18,20 +18,20 @@ use crate::settings::{self, Changed};
 use crate::vm::Vm;
 use hotlift_mem::lock;
 
-/// Timeout of the connection to the QMP socket of a running QEMU. It is short, since the socket of a running QEMU exists.
+/// Timeout of the connection to the QMP socket of a running QEMU. Short, because a running QEMU has already created its socket.
 const CONNECT: Duration = Duration::from_secs(2);
 
-/// Timeout for a cancelled migration to end: QEMU's threads stop at once, but a busy host may delay them.
+/// Timeout for the end of a cancelled migration. QEMU's threads stop at once, but a busy host may delay them.
 const END: Duration = Duration::from_secs(60);
 
-/// Reported for a migration that stays in state `cancelling`. QEMU up to 10.0 at least may wait forever for the thread of a
-/// multifd channel that was lost at a sync point.
+/// Error for a migration that stays in state `cancelling`. QEMU 10.0 and earlier may wait forever for the thread of a multifd
+/// channel whose connection was lost at a sync point.
 const NEVER_ENDS: &str = "QEMU at the source does not end its cancelled migration, and accepts no other until it is restarted";
 
-/// Time for a migration's threads to end, if QEMU does not report them.
+/// Time in which the threads of a migration end, if QEMU does not report them.
 const CLEAN_UP: Duration = Duration::from_millis(500);
 
-/// A running QEMU, shared by the threads of one command.
+/// The source's QEMU, shared by the threads of one command.
 pub struct Source {
     address: QmpAddress,
     qemu: Mutex<Qemu>,
@@ -40,7 +40,7 @@ pub struct Source {
     was: RunState,
 }
 
-/// Result of settling a migration that failed.
+/// Location of the guest, and errors, after a migration that failed.
 #[derive(Debug)]
 pub struct Settled {
     location: GuestLocation,
@@ -50,17 +50,17 @@ pub struct Settled {
     qmp: String,
 }
 
-/// The guest's state at the destination after a failed migration, as far as the destination knows it.
+/// The destination's knowledge about the guest after a failed migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DestinationKnowledge {
-    /// The guest never ran there, and never will.
+    /// The guest never ran at the destination, and never will.
     NotHere,
     /// The destination's QEMU has the guest.
     Here,
     /// The destination's QEMU has the guest and does not run it, though the guest ran at the source.
     Stopped,
-    /// The destination does not know, or does not answer.
+    /// The destination does not know the guest's state, or does not answer.
     Unknown,
 }
 
@@ -75,17 +75,17 @@ enum GuestLocation {
     Gone,
     /// Nowhere: the source's QEMU has reported how the guest ended, and has ended itself.
     Ended(String),
-    /// At the source, whose QEMU does not answer; not at the destination.
+    /// At the source, whose QEMU does not answer. The guest is not at the destination.
     Stalled,
-    /// At the destination, despite the error.
+    /// At the destination, although an error occurred.
     Moved,
-    /// At the destination, where it does not run; a copy is at the source, paused.
+    /// At the destination, where QEMU does not run it. The source has a paused copy.
     Stopped,
-    /// At the source, paused; its presence at the destination is unknown.
+    /// Paused at the source; possibly also at the destination.
     InDoubt,
 }
 
-/// Rejects a VM that QEMU cannot migrate, whatever the destination.
+/// Checks that QEMU can migrate its VM: QEMU reports the devices and settings that prevent every migration.
 fn check_blocked(migration: &MigrationInfo) -> Result<(), QemuError> {
     match migration.blocked_reasons.as_deref() {
         None | Some([]) => Ok(()),
@@ -96,8 +96,8 @@ fn check_blocked(migration: &MigrationInfo) -> Result<(), QemuError> {
 }
 
 impl Source {
-    /// Connects, and checks that a migration with this purpose can begin. Restores the settings that an earlier command left
-    /// changed.
+    /// Connects to QEMU, and checks that a migration with this purpose can begin. Restores the settings that an earlier command
+    /// has changed and not restored.
     ///
     /// # Errors
     /// If QEMU does not answer, cannot begin a migration, or has settings that the command refuses.
@@ -118,7 +118,7 @@ impl Source {
         settings::restore_left(&mut qemu, Side::Source, |qemu| {
             wait_cleaned_up(&mut |ask| ask(qemu))
         })?;
-        // QEMU itself would refuse only after the migration is set up.
+        // QEMU itself would report this state only after the migration is set up.
         if state.status == "postmigrate" {
             return Err(QemuError::LeftPaused {
                 qmp: address.to_string(),
@@ -134,11 +134,11 @@ impl Source {
         })
     }
 
-    /// Connects to compare its VM with another before a migration with this purpose. Changes nothing, not even settings that an
-    /// earlier command left changed.
+    /// Connects to QEMU only to compare its VM with another VM before a migration with this purpose. Changes nothing, not even
+    /// settings that an earlier command has not restored.
     ///
     /// # Errors
-    /// If it does not answer, does not migrate its VM, or has settings that the migration refuses.
+    /// If QEMU does not answer, does not migrate its VM, or has settings that the migration refuses.
     pub fn to_compare(address: &QmpAddress, purpose: Purpose) -> Result<Self, QemuError> {
         let mut qemu = connect(address, CONNECT).map_err(at_source)?;
         check_blocked(&qemu.query_migrate().map_err(at_source)?)?;
@@ -170,26 +170,26 @@ impl Source {
         Ok(self.qemu().query_status()?.run_state())
     }
 
-    /// Returns the address of its QMP socket.
+    /// Returns the address of QEMU's QMP socket.
     pub fn address(&self) -> &QmpAddress {
         &self.address
     }
 
-    /// Locks this QEMU for one command.
+    /// Locks the QMP connection of QEMU for one command.
     pub fn qemu(&self) -> MutexGuard<'_, Qemu> {
         lock(&self.qemu)
     }
 
-    /// Reads its VM, for a comparison with the destination's.
+    /// Reads QEMU's VM, to compare it with the destination's VM.
     ///
     /// # Errors
-    /// If it does not answer.
+    /// If QEMU does not answer.
     pub fn vm(&self) -> Result<Vm, QemuError> {
         Vm::of(&mut self.qemu(), None).map_err(at_source)
     }
 
-    /// Sets capabilities and parameters; [`Source::restore_settings`] restores them. `limits` are the values that
-    /// [`Source::set_downtime_limit`] may set.
+    /// Changes capabilities and parameters; [`Source::restore_settings`] restores them. `limits` are the values of
+    /// `downtime-limit` that [`Source::set_downtime_limit`] may set, in milliseconds.
     ///
     /// # Errors
     /// If QEMU refuses.
@@ -205,8 +205,8 @@ impl Source {
         Ok(())
     }
 
-    /// Sets the downtime limit in milliseconds, or only checks it. Returns false if another client has changed it: its value
-    /// stays.
+    /// Sets the downtime limit in milliseconds; with `None` only checks it. Returns false if another client has changed the
+    /// limit: then it keeps that client's value.
     ///
     /// # Errors
     /// QMP errors.
@@ -252,7 +252,7 @@ impl Source {
         self.qemu().query_migrate()
     }
 
-    /// Asks QEMU to cancel its migration; no effect on a completed one.
+    /// Asks QEMU to cancel its migration. Has no effect on a completed migration.
     ///
     /// # Errors
     /// QMP errors.
@@ -260,7 +260,7 @@ impl Source {
         self.qemu().migrate_cancel()
     }
 
-    /// Runs the guest again after a save.
+    /// Continues the guest after a save.
     ///
     /// # Errors
     /// QMP errors.
@@ -268,24 +268,24 @@ impl Source {
         self.retrying(Qemu::cont)
     }
 
-    /// Returns how the guest has ended since this command connected, as a clause; `None` if it has not. QEMU sends the event
-    /// before it closes the connections of its migration, and keeps running with `-no-shutdown`.
+    /// Describes how the guest has ended since this command connected, as a clause; `None` if it has not ended. QEMU sends the
+    /// event before it closes the connections of its migration. With `-no-shutdown` QEMU keeps running after that.
     pub fn guest_end(&self) -> Option<String> {
         self.qemu().client().guest_events().end()
     }
 
-    /// Queries whether QEMU has released the guest.
+    /// Queries if QEMU has released the guest.
     pub fn ownership(&self) -> Ownership {
         match self.poll() {
             Ok(info) if info.is_completed() => Ownership::Released,
             Ok(info) if info.has_failed() => Ownership::Kept,
-            // A QEMU that does not answer may continue the guest later.
+            // QEMU may continue the guest later, even if it does not answer now.
             Ok(_) | Err(_) => Ownership::Unknown,
         }
     }
 
-    /// Repeats `ask` as long as QEMU does not answer, for [`END`] plus at most one answer's timeout: a main loop that hangs on
-    /// storage answers later. Reconnects once if the connection is lost.
+    /// Repeats `ask` until QEMU answers, for at most [`END`] plus the timeout of one answer. QEMU's main loop may hang on
+    /// storage, and answer later. Reconnects once if the connection is lost.
     fn retrying<T>(
         &self,
         mut ask: impl FnMut(&mut Qemu) -> Result<T, QmpError>,
@@ -305,9 +305,9 @@ impl Source {
         }
     }
 
-    /// Settles a migration whose relay has ended with `error`: ensures that the migration has ended, and that the guest runs
-    /// here again if it ran before. `at_destination` queries the destination. It is called only if QEMU has released the guest,
-    /// and the guest `may_run_there`.
+    /// Ends a failed migration, whose relay has ended with `error`. If the guest ran before, makes sure that it runs at the
+    /// source again. But if QEMU has released the guest and the guest `may_run_there`, this function first calls
+    /// `at_destination`, which queries the destination.
     pub fn settle(
         &self,
         error: &MigrationError,
@@ -320,7 +320,7 @@ impl Source {
             false => DestinationKnowledge::NotHere,
         };
         let mut reasons = match error {
-            // Its own statement replaces this, if the destination can be reached (`into_error`).
+            // If the destination can be reached, its own statement replaces this reason (`into_error`).
             MigrationError::Destination { reason } => vec![format!("the destination: {reason}")],
             error => vec![error.chain()],
         };
@@ -355,7 +355,7 @@ impl Source {
         &self,
         at_destination: impl FnOnce() -> DestinationKnowledge,
     ) -> Result<GuestLocation, QmpError> {
-        // This includes a guest that was paused when the command began, and was continued since.
+        // This includes a guest that was paused when the command began, and was continued later.
         let ran = self.was.is_live() || self.qemu().client().guest_events().has_run;
         let kept = if ran {
             GuestLocation::Runs
@@ -363,7 +363,7 @@ impl Source {
             GuestLocation::Paused
         };
         let info = self.wait_end()?;
-        // QEMU itself continues a guest that it has not released.
+        // QEMU itself continues a guest that QEMU has not released.
         if !ran || (!info.is_completed() && self.wait_running()?) {
             return Ok(match info.is_completed().then(at_destination) {
                 None | Some(DestinationKnowledge::NotHere) => kept,
@@ -385,7 +385,8 @@ impl Source {
         Ok(kept)
     }
 
-    /// Returns how the guest has ended, if QEMU keeps it in a state that `cont` cannot leave (`-no-shutdown`).
+    /// Describes how the guest has ended, if QEMU (with `-no-shutdown`) keeps it in a state that `cont` cannot leave; `None`
+    /// otherwise.
     fn end_of_kept_guest(&self) -> Result<Option<String>, QmpError> {
         let state = self.retrying(Qemu::query_status)?.run_state();
         if !state.has_ended() {
@@ -397,8 +398,8 @@ impl Source {
         })))
     }
 
-    /// Cancels an active migration and waits for its end. A cancelled migration that does not end is also returned, provided
-    /// that the guest runs.
+    /// Cancels an active migration and waits for its end. Also returns a migration that stays in state `cancelling`, but only
+    /// if the guest runs.
     fn wait_end(&self) -> Result<MigrationInfo, QmpError> {
         let deadline = Instant::now() + END;
         self.retrying(Qemu::migrate_cancel)?;
@@ -408,7 +409,7 @@ impl Source {
                 return Ok(info);
             }
             if Instant::now() >= deadline {
-                // While it cancels, QEMU does not stop the guest any more, even if the migration never ends.
+                // In state `cancelling` QEMU does not stop the guest any more, even if the migration never ends.
                 if info.status() == "cancelling" && self.retrying(Qemu::query_status)?.running {
                     return Ok(info);
                 }
@@ -421,7 +422,8 @@ impl Source {
         }
     }
 
-    /// Waits until the guest runs: QEMU reports a failed migration some moments before it runs the guest again.
+    /// Waits until the guest runs; returns false on a timeout. QEMU reports a failed migration some moments before it continues
+    /// the guest.
     fn wait_running(&self) -> Result<bool, QmpError> {
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {
@@ -436,7 +438,7 @@ impl Source {
         }
     }
 
-    /// Waits for an event, or until the next query is due.
+    /// Waits for an event of QEMU, or until the next query is due.
     fn wait_for_event(&self) {
         let deadline = Instant::now() + QUERY_INTERVAL;
         self.qemu().client().wait_for_event(&[], deadline);
@@ -451,8 +453,9 @@ impl Source {
 type QueryFn<'a> =
     dyn FnMut(&mut dyn FnMut(&mut Qemu) -> Result<(), QmpError>) -> Result<(), QmpError> + 'a;
 
-/// Waits until QEMU has freed the migration's resources, so that the capabilities can be changed. QEMU reports the end some
-/// moments before. If multifd is switched off in between, QEMU does not free its channels, and uses them after their end.
+/// Waits until QEMU has freed the migration's resources, so that the capabilities can be changed. QEMU reports the end of the
+/// migration some moments earlier. If multifd is switched off before the resources are free, QEMU does not free its channels,
+/// and uses them after their end.
 fn wait_cleaned_up(asks: &mut QueryFn<'_>) -> Result<(), QmpError> {
     let deadline = Instant::now() + END;
     loop {
@@ -469,7 +472,7 @@ fn wait_cleaned_up(asks: &mut QueryFn<'_>) -> Result<(), QmpError> {
             }
             Some(_) => {}
         }
-        // The last thread leaves the rest to the main loop, which does it before it answers again.
+        // After its threads have ended, QEMU's main loop frees the rest before it answers again.
         for _ in 0..2 {
             asks(&mut |qemu| qemu.query_migrate().map(|_| ()))?;
         }
@@ -478,10 +481,10 @@ fn wait_cleaned_up(asks: &mut QueryFn<'_>) -> Result<(), QmpError> {
 }
 
 impl Settled {
-    /// Reports where the guest is, and returns the error that ends the command; `theirs` is the other side's statement.
+    /// Logs where the guest is, and returns the error that ends the command. `theirs` is the destination's own statement.
     pub fn into_error(mut self, theirs: Option<String>, interrupted: bool) -> QemuError {
         if let Some(theirs) = theirs {
-            // A relay's final message may have been the beginning of it.
+            // An earlier reason may be a shorter form of the same statement, from the relay's final message.
             self.reasons.retain(|reason| !theirs.starts_with(reason));
             self.reasons.push(theirs);
         }

@@ -1,5 +1,5 @@
-//! Standard output and standard error of a QEMU that this process has started: shown, and its errors kept for messages to the
-//! source.
+//! Standard output and standard error of a QEMU that this process has started. The output is shown, and its errors are kept for
+//! messages to the source.
 
 use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, PipeReader, Read};
@@ -25,38 +25,41 @@ const DRAIN: Duration = Duration::from_secs(1);
 /// Maximum length of a line of QEMU's output; a longer one is split.
 const LINE: u64 = 4096;
 
-/// Number of errors that are kept, the last ones: QEMU prints one for each step that it aborts.
+/// Number of kept errors, the last ones. For one failure QEMU prints an error for each aborted step.
 const KEPT: usize = 4;
 
-/// Output streams of a QEMU, and their capture.
+/// Output streams of QEMU, and the capture of its errors.
 pub struct Streams {
     pub stdout: Stdio,
     pub stderr: Stdio,
     pub errors: ErrorOutput,
 }
 
-/// Standard error of a QEMU.
+/// Captured standard error of a QEMU.
 #[derive(Debug)]
 pub struct ErrorOutput(Captured);
 
 #[derive(Debug)]
 enum Captured {
-    /// Forwarded to this command's stderr while the command runs, and lost after that.
+    /// A thread of this command forwards QEMU's output to its own stderr. After the command, the output is lost.
     PassedOn {
         errors: Arc<Mutex<Errors>>,
-        /// Disconnects when everything was forwarded.
+        /// Disconnects when all output was forwarded.
         is_done: Receiver<()>,
     },
-    /// Written by QEMU to the file that is this command's stderr.
+    /// QEMU writes to the file that is this command's stderr.
     Logged(Arc<LogFile>),
-    /// Not captured.
+    /// The output is not captured.
     Nothing,
 }
 
 impl Streams {
-    /// Creates the streams. If this command's stderr is a file, QEMU writes to it, even after this command. If it is a pipe or
-    /// a socket, this command forwards QEMU's output: a pipe's reader waits for its last writer, which would be QEMU. On a
-    /// terminal only stderr is forwarded.
+    /// Creates the streams:
+    ///
+    /// - If this command's stderr is a file, QEMU writes to the file, even after this command.
+    /// - If it is a pipe or a socket, this command forwards QEMU's output. The reader of a pipe waits for the last writer,
+    ///   which would otherwise be QEMU.
+    /// - If it is a terminal, only QEMU's stderr is forwarded.
     pub fn make() -> io::Result<Self> {
         let kind = fstat(io::stderr()).map(|status| FileType::from_raw_mode(status.st_mode));
         if let Ok(FileType::RegularFile) = kind {
@@ -78,11 +81,11 @@ impl Streams {
         })
     }
 
-    /// Creates streams into the file that is this command's stderr.
+    /// Creates streams that write to the file that is this command's stderr.
     fn logged() -> io::Result<Self> {
         let log = LogFile::open(Path::new(STDERR))?;
         let (stdout, stderr) = (log.for_qemu()?, log.for_qemu()?);
-        // QEMU's open file has its own position: without O_APPEND this command would overwrite QEMU's lines.
+        // QEMU's open file description has its own position. Without O_APPEND this command would overwrite QEMU's lines.
         let flags = fcntl_getfl(io::stderr())?;
         fcntl_setfl(io::stderr(), flags | OFlags::APPEND)?;
         Ok(Self {
@@ -94,14 +97,14 @@ impl Streams {
 }
 
 impl ErrorOutput {
-    /// Waits up to a second until the output of a QEMU that has ended was forwarded.
+    /// Waits up to a second until all output of a QEMU that has ended was forwarded.
     pub fn finish(&self) {
         if let Captured::PassedOn { is_done, .. } = &self.0 {
             let _ = is_done.recv_timeout(DRAIN);
         }
     }
 
-    /// Returns the last errors of a QEMU that has ended, in one line.
+    /// Returns the last errors of a QEMU that has ended, in one line; `None` if it printed none.
     pub fn last(&self) -> Option<String> {
         self.finish();
         let mut found = Errors::default();
@@ -119,12 +122,13 @@ impl ErrorOutput {
     }
 }
 
-/// The last errors in a QEMU's output.
+/// The last errors in QEMU's output.
 #[derive(Debug, Default)]
 struct Errors(VecDeque<String>);
 
 impl Errors {
-    /// Keeps `line` if it is an error: with `-msg timestamp=on` a time stamp, then QEMU's name, a colon, and no warning.
+    /// Keeps `line` if it is an error: QEMU's name, a colon, and a text that is not a warning. With `-msg timestamp=on` a time
+    /// stamp precedes the name.
     fn take(&mut self, line: &str) {
         let Some((name, message)) = without_timestamp(line).split_once(": ") else {
             return;
@@ -147,7 +151,7 @@ impl Errors {
     }
 }
 
-/// Returns a line of QEMU without the time stamp of `-msg timestamp=on`, such as `2026-11-23T05:16:37.123456Z`.
+/// Removes the time stamp of `-msg timestamp=on` from a line, such as `2026-11-23T05:16:37.123456Z`.
 fn without_timestamp(line: &str) -> &str {
     const SECONDS: &[u8] = b"0000-00-00T00:00:00";
     let Some((stamp, rest)) = line.split_once(' ') else {
@@ -163,13 +167,13 @@ fn without_timestamp(line: &str) -> &str {
     if is_stamp { rest } else { line }
 }
 
-/// Copies the output to standard error line by line. Continues even if standard error accepts only a part of it.
+/// Starts a thread that copies QEMU's output to standard error line by line. The thread reads on even if a write fails.
 fn pass_on(output: PipeReader) -> Captured {
     let (done, is_done) = channel();
     let errors = Arc::<Mutex<Errors>>::default();
     let kept = Arc::clone(&errors);
     thread::spawn(move || {
-        // Dropped at the end of the output.
+        // Dropped at the end of the output, which reports that everything was forwarded.
         let _done = done;
         let mut output = BufReader::new(output);
         let mut line = Vec::new();

@@ -3,7 +3,7 @@
 use hotlift::relay::UnusedRam;
 use hotlift_qmp::{Qemu, QmpError};
 
-/// Lists the RAM that the devices of `qemu` report.
+/// Lists the RAM that devices of `qemu` report as unplugged or free.
 ///
 /// # Errors
 /// QMP errors.
@@ -11,7 +11,7 @@ pub fn unused_ram(qemu: &mut Qemu) -> Result<Vec<UnusedRam>, QmpError> {
     let devices = qemu.virtio_mem()?.into_iter();
     let mut unused_ram: Vec<_> = devices
         .map(|device| UnusedRam::Unplugged {
-            // In machine types up to 4.0 the RAM block's name is the path, in later ones the id.
+            // With machine types up to 4.0 the RAM block's name is the backend's path, with later ones its id.
             block: device.memdev.trim_start_matches("/objects/").to_owned(),
             bytes: device.max_size.saturating_sub(device.size),
         })

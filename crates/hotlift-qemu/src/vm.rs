@@ -1,17 +1,18 @@
-//! Description of a QEMU's VM, which both ends of a migration exchange.
+//! Properties of a QEMU's VM, which both hosts of a migration exchange and compare.
 
 use hotlift_qmp::{
     Disk, MachineDevice, MemoryDevice, MemoryLimits, Qemu, QmpError, RamBlock, Uuid,
 };
 use serde::{Deserialize, Serialize};
 
-/// Longest description in a message to the other host, in bytes of JSON: half of the message limit of a conversation.
+/// Maximum length of the description in a message to the other host, in bytes of JSON: half of the message limit of a
+/// conversation.
 pub const MESSAGE_MAX: usize = 128 << 10;
 
-/// Longest description in a save file, in bytes of JSON: half of the header's limit.
+/// Maximum length of the description in a save file, in bytes of JSON: half of the header's limit.
 pub const FILE_MAX: usize = 32 << 10;
 
-/// Properties of a VM that both ends compare; `None` where QEMU does not report the value.
+/// Properties of a VM that both hosts compare; `None` if QEMU does not report the value.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct Vm {
@@ -19,21 +20,21 @@ pub struct Vm {
     pub machine: Option<String>,
     /// UUID; all zero if it has none.
     pub uuid: Uuid,
-    /// Bytes of RAM, without plugged-in memory.
+    /// Bytes of RAM at start, without plugged-in memory.
     pub ram_bytes: Option<u64>,
-    /// vCPUs.
+    /// Number of vCPUs.
     pub vcpus: Option<usize>,
     /// Maximum number of vCPUs.
     pub possible_vcpus: Option<usize>,
-    /// True if the stream has state of each possible vCPU; `None` if the machine has no ACPI device for it.
+    /// True if the stream has a state for each possible vCPU; `None` if the machine has no ACPI device for vCPU hotplug.
     pub has_cpu_hotplug_state: Option<bool>,
     /// CPU model.
     pub cpu_model: Option<String>,
-    /// Its CPUID registers, in an order that is the same for the same CPU.
+    /// CPUID registers with flags, in an order that is the same for the same CPU.
     pub cpu_registers: Option<String>,
     /// Enabled flags of the CPU, sorted.
     pub cpu_flags: Option<Vec<String>>,
-    /// Memory slots.
+    /// Number of memory slots.
     pub memory_slots: Option<u64>,
     /// Maximum bytes of RAM.
     pub max_ram_bytes: Option<u64>,
@@ -48,7 +49,7 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Reads the VM of `qemu`. Values that are slow to read are copied from `other`, if it is known to have the same ones.
+    /// Reads the properties of the VM of `qemu`. Values that are slow to read are copied from `other` if they must be equal.
     ///
     /// # Errors
     /// QMP errors.
@@ -93,7 +94,7 @@ impl Vm {
         })
     }
 
-    /// Removes the longest lists if the whole exceeds `limit` bytes as JSON.
+    /// Removes the longest lists if the description exceeds `limit` bytes as JSON.
     #[must_use]
     pub fn within(mut self, limit: usize) -> Self {
         let drops: [fn(&mut Self); 5] = [

@@ -67,7 +67,7 @@ fn vm() -> Vm {
     }
 }
 
-/// Returns the rows that differ after a change of the destination.
+/// Changes the destination's VM, and returns the rows that differ.
 fn rows(source: &Vm, change: Change) -> Vec<Row> {
     let mut there = vm();
     change(&mut there);
@@ -76,7 +76,7 @@ fn rows(source: &Vm, change: Change) -> Vec<Row> {
     rows
 }
 
-/// Returns names and results of these rows.
+/// Returns the property names and results of these rows.
 fn found(rows: &[Row]) -> Vec<(&str, Outcome)> {
     let rows = rows.iter();
     rows.map(|row| (row.what.as_str(), row.outcome)).collect()
