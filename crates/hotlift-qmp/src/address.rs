@@ -11,7 +11,7 @@ use crate::error::QmpError;
 pub enum QmpAddress {
     /// `unix:PATH`, or just `PATH`.
     Unix(PathBuf),
-    /// `tcp:HOST:PORT`; contains `HOST:PORT`, an IPv6 address in brackets.
+    /// `tcp:HOST:PORT`; stores `HOST:PORT`, with brackets around an IPv6 address.
     Tcp(String),
 }
 
@@ -51,7 +51,7 @@ mod tests {
         let parse = |text: &str| text.parse::<QmpAddress>();
         assert_eq!(parse("/run/q").unwrap(), parse("unix:/run/q").unwrap());
         assert_eq!(parse("tcp:[::1]:4").unwrap().to_string(), "tcp:[::1]:4");
-        // A server accepts port 0.
+        // Port 0 is valid: a server then lets the system choose the port.
         assert!(parse("tcp:h:0").is_ok());
         for bad in ["", "unix:", "tcp:", "tcp:4444", "tcp::4444", "tcp:h:x"] {
             assert!(parse(bad).is_err(), "{bad}");

@@ -1,4 +1,4 @@
-//! The protocol of a client: greeting, commands with ids, events.
+//! The client's side of QMP: greeting, commands with ids, events.
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,23 +17,23 @@ use crate::error::{QmpError, one_line};
 use crate::guest_events::GuestEvents;
 use crate::lines::{Line, Lines, Socket};
 
-/// Longest line from QEMU, in bytes. The longest known is the answer to `query-qmp-schema`, some 300 KiB; QEMU's own input
-/// limit (`MAX_TOKEN_SIZE` of its JSON parser) is 64 MiB.
+/// Maximum length of a line from QEMU, in bytes. The longest known line is the answer to `query-qmp-schema`, about 300 KiB.
+/// QEMU's own input limit (`MAX_TOKEN_SIZE` of its JSON parser) is 64 MiB.
 pub const MAX_LINE: usize = 4 << 20;
 
-/// Maximum number of queued events; beyond it the oldest are dropped. Queued events only trigger queries (`query-status`,
+/// Maximum number of queued events; above it, the oldest event is dropped. Queued events only trigger queries (`query-status`,
 /// `query-migrate`), so a dropped event loses no information.
 pub const MAX_QUEUED_EVENTS: usize = 1024;
 
-/// Number of commands sent before the first answer is read. QEMU queues 8 (`QMP_REQ_QUEUE_LEN_MAX`) and leaves the rest in the
-/// socket, whose buffers have space for these requests and their answers.
+/// Number of commands sent before the first answer is read. QEMU queues 8 commands (`QMP_REQ_QUEUE_LEN_MAX`). The others wait
+/// in the socket, whose buffers have space for these commands and their answers.
 const AT_ONCE: usize = 64;
 
 /// Interval between connection attempts.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// Default timeout of an answer, see [`Client::set_timeout`]. A QEMU that loads a migration does not answer while its main loop
-/// waits for pages.
+/// Default timeout of an answer, see [`Client::set_timeout`]. A QEMU that loads an incoming guest does not answer while its
+/// main loop waits for pages.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// An event that QEMU sent.
@@ -43,7 +43,7 @@ pub struct Event {
     pub name: String,
     /// Data; an empty object if there is none.
     pub data: Value,
-    /// Time since 1970 by the clock of QEMU's host; `None` if that clock failed.
+    /// Time since 1970 by the clock of QEMU's host; `None` if QEMU could not read that clock.
     pub at: Option<Duration>,
 }
 
@@ -67,21 +67,21 @@ enum Message {
     Return(Option<u64>, Value),
     /// Class and description of the error of the command with this id.
     Error(Option<u64>, String, String),
-    /// The greeting, the first message.
+    /// The greeting: the first message on a connection.
     Greeting(Value),
 }
 
 impl Client {
-    /// Connects and reads the greeting. If the socket does not exist or does not accept, retries until `timeout`: QEMU may be
-    /// starting. Other errors are returned at once.
+    /// Connects and reads the greeting. If the socket does not exist or refuses connections, retries until `timeout`: QEMU may
+    /// be starting. Other errors are returned at once.
     ///
     /// # Errors
-    /// [`QmpError::Connect`], and [`QmpError::Timeout`] if no greeting comes (another client is connected, or QEMU hangs).
+    /// [`QmpError::Connect`]; [`QmpError::Timeout`] if no greeting arrives, because another client is connected or QEMU hangs.
     pub fn connect(address: &QmpAddress, timeout: Duration) -> Result<Self, QmpError> {
         Self::connect_with_notice(address, timeout, |_| ())
     }
 
-    /// Does the same as [`Client::connect`]. Calls `waits` once before the first retry, with the error of the first attempt.
+    /// Connects as [`Client::connect`] does. Calls `waits` once before the first retry, with the error of the first attempt.
     ///
     /// # Errors
     /// As [`Client::connect`].
@@ -126,7 +126,7 @@ impl Client {
                     client.greeting = greeting;
                     break;
                 }
-                // A QEMU 10.0 that is starting may send an event before the greeting.
+                // QEMU 10.0 may send an event before the greeting while it starts.
                 Message::Event(event) => client.queue(event),
                 Message::Return(..) | Message::Error(..) => {
                     return Err(protocol("greeting", "an answer without a request"));
@@ -157,15 +157,15 @@ impl Client {
     /// Executes a command and returns its answer. `arguments` are an object, or null for none.
     ///
     /// # Errors
-    /// [`QmpError::Command`] if QEMU refuses; the others if the connection fails.
+    /// [`QmpError::Command`] if QEMU refuses; any other [`QmpError`] if the connection fails.
     pub fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, QmpError> {
         let deadline = Instant::now() + self.timeout;
         let id = self.send(command, std::slice::from_ref(arguments), deadline)?;
         self.answer(command, id, deadline)
     }
 
-    /// Executes a command once with each of these arguments; sends several commands before it reads their answers. Returns the
-    /// answers in order; `None` where QEMU refuses.
+    /// Executes a command once for each element of `arguments`. Sends several commands before their answers are read. Returns
+    /// the answers in order; `None` for a command that QEMU refused.
     ///
     /// # Errors
     /// If the connection fails.
@@ -189,7 +189,8 @@ impl Client {
         Ok(answers)
     }
 
-    /// Sends a command with each of these arguments, and returns the id of the first; the other ids follow it.
+    /// Sends a command once for each element of `arguments`. Returns the id of the first command; the ids of the others follow
+    /// in order.
     fn send(
         &mut self,
         command: &str,
@@ -235,7 +236,7 @@ impl Client {
             };
             match answered {
                 Some(answered) if answered == id => return outcome,
-                // An answer to a command that has timed out.
+                // This is a late answer to a command that has timed out.
                 Some(answered) if answered < id => {}
                 _ => {
                     return Err(protocol(
@@ -250,7 +251,7 @@ impl Client {
         }
     }
 
-    /// Returns the next event that has arrived, if any.
+    /// Returns the next event without waiting; `None` if none has arrived.
     ///
     /// # Errors
     /// If the connection has ended or QEMU sends invalid data.
@@ -279,37 +280,37 @@ impl Client {
         }
     }
 
-    /// Waits until QEMU sends something, one of `others` is readable, or `deadline` is over. Events stay in the queue. A closed
-    /// connection ends no wait.
+    /// Waits until QEMU sends something, one of `others` is readable, or `deadline` has passed. Events stay in the queue. A
+    /// closed QMP connection does not end the wait.
     pub fn wait_for_event(&mut self, others: &[BorrowedFd<'_>], deadline: Instant) {
         let own = (!self.is_closed).then(|| self.lines.connection().as_fd());
         let fds: Vec<_> = own.into_iter().chain(others.iter().copied()).collect();
         let has_line = self.lines.begun().contains(&b'\n');
         if has_line || wait_readable(&fds, Some(deadline)) {
-            // The next command reports the error.
+            // An error is reported by the next command.
             let _ = self.take_events();
         }
     }
 
     /// Returns the summary of all guest events that have arrived.
     pub fn guest_events(&mut self) -> &GuestEvents {
-        // An error does not invalidate the events before it.
+        // Events that arrived before an error are still valid.
         let _ = self.take_events();
         &self.guest
     }
 
-    /// Returns true if an event has reported since the connection began that the guest runs, or has run.
+    /// Returns true if an event since the start of the connection reported that the guest runs or has run.
     ///
     /// # Errors
-    /// If an event may be lost: QEMU sent an invalid message, or the connection broke. A connection that QEMU closed is no
+    /// If an event may be lost: QEMU sent an invalid message, or the connection broke. A connection that QEMU closed is not an
     /// error.
     pub fn has_run(&mut self) -> Result<bool, QmpError> {
         self.take_events()?;
         Ok(self.guest.has_run)
     }
 
-    /// Processes the events that have arrived. The end of the connection is no error; more than [`MAX_QUEUED_EVENTS`] messages
-    /// are.
+    /// Processes all events that have arrived. The end of the connection is not an error; [`MAX_QUEUED_EVENTS`] messages at
+    /// once are an error.
     fn take_events(&mut self) -> Result<(), QmpError> {
         for _ in 0..MAX_QUEUED_EVENTS {
             match self.message("events", Instant::now(), Duration::ZERO) {
@@ -323,7 +324,7 @@ impl Client {
         Err(self.timed_out("events"))
     }
 
-    /// Returns a copy of the socket's descriptor, readable once QEMU has sent something.
+    /// Duplicates the socket's descriptor, which becomes readable when QEMU sends something.
     ///
     /// # Errors
     /// The system's reason.
@@ -331,7 +332,7 @@ impl Client {
         self.lines.connection().as_fd().try_clone_to_owned()
     }
 
-    /// Returns true if QEMU has closed the connection and everything it sent before was read.
+    /// Returns true if QEMU has closed the connection, and everything sent before the close was read.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.is_closed
@@ -405,7 +406,8 @@ fn open(address: &QmpAddress, deadline: Instant) -> io::Result<Socket> {
                         stream.set_nodelay(true)?;
                         return Ok(Socket::Tcp(stream));
                     }
-                    // The caller's error has the address, unless a host name was resolved to it.
+                    // The caller adds the address to the error. Only an address that was resolved from a host name is added
+                    // here.
                     Err(error) if host_and_port.parse::<SocketAddr>().is_ok() => failed = error,
                     Err(error) => {
                         failed = io::Error::new(error.kind(), format!("{address}: {error}"))
@@ -417,7 +419,7 @@ fn open(address: &QmpAddress, deadline: Instant) -> io::Result<Socket> {
     }
 }
 
-/// Returns true if a retry makes sense: a starting QEMU has no socket file yet, or does not listen on it.
+/// Returns true if a retry makes sense: while QEMU starts, its socket file does not exist, or refuses connections.
 fn is_worth_a_retry(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -480,7 +482,7 @@ fn parse(line: &[u8]) -> Result<Message, String> {
         .ok_or_else(|| "a line that is neither an answer nor an event".to_owned())
 }
 
-/// Parses a timestamp; QEMU writes -1 for both members if its clock failed.
+/// Parses a timestamp; `None` if QEMU could not read its clock: it then sends -1 for both members.
 fn timestamp(value: &Value) -> Option<Duration> {
     let seconds = value.get("seconds")?.as_u64()?;
     let microseconds = value.get("microseconds")?.as_u64()?;

@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-/// A failed command or connection. Messages include QEMU's own text if there is one, without control characters.
+/// A failed command or connection. Messages include QEMU's own text if there is one; control characters are removed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum QmpError {
@@ -13,44 +13,44 @@ pub enum QmpError {
         /// The address as given.
         address: String,
     },
-    /// No connection was accepted before the deadline.
+    /// No connection was accepted within the timeout.
     #[error("cannot connect to the QMP socket {address} within {waited:?}")]
     Connect {
-        /// The socket.
+        /// Address of the socket.
         address: String,
-        /// Time spent trying.
+        /// Time spent with attempts.
         waited: Duration,
-        /// The system's reason at the last attempt.
+        /// The system's error at the last attempt.
         #[source]
         source: io::Error,
     },
     /// The connection broke.
     #[error("the QMP connection broke during {command}")]
     Io {
-        /// The command (or `greeting`, or `events`).
+        /// The command, or `greeting` or `events`.
         command: String,
-        /// The system's reason.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// QEMU closed the connection: it has most likely ended.
+    /// QEMU closed the connection, most likely because it has ended.
     #[error("the QMP connection was closed during {command}")]
     Closed {
-        /// The command (or `greeting`, or `events`).
+        /// The command, or `greeting` or `events`.
         command: String,
     },
-    /// No answer arrived in time.
+    /// No answer arrived within the timeout.
     #[error("no answer to {command} within {waited:?}")]
     Timeout {
-        /// The command (or `greeting`).
+        /// The command, or `greeting`.
         command: String,
         /// Time waited.
         waited: Duration,
     },
-    /// A line violates the protocol.
+    /// A line from QEMU violates the protocol.
     #[error("protocol error on the QMP connection during {command}: {problem}")]
     Protocol {
-        /// The command (or `greeting`, or `events`).
+        /// The command, or `greeting` or `events`.
         command: String,
         /// The violation.
         problem: String,
@@ -62,7 +62,7 @@ pub enum QmpError {
         command: String,
         /// QEMU's error class, such as `GenericError`.
         class: String,
-        /// QEMU's description.
+        /// QEMU's description of the error.
         desc: String,
     },
     /// The answer to a command lacks a required value, or has one of another type.
@@ -85,7 +85,7 @@ pub enum QmpError {
 }
 
 impl QmpError {
-    /// Returns true if the connection is lost, so further commands are useless.
+    /// Returns true if the connection is lost. Further commands on it fail, too.
     #[must_use]
     pub fn is_disconnected(&self) -> bool {
         matches!(
@@ -95,10 +95,10 @@ impl QmpError {
     }
 }
 
-/// Longest quoted text of a peer, in characters.
+/// Maximum length of a peer's text in a message, in characters; the rest is cut.
 const MAX_WORDS: usize = 1000;
 
-/// Makes a peer's text safe to show: without control characters, in one line, with limited length.
+/// Makes a peer's text safe to print: one line of limited length, without control characters.
 #[must_use]
 pub fn one_line(words: &str) -> String {
     words

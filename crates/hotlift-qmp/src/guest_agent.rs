@@ -12,22 +12,22 @@ use serde_json::{Value, json};
 use crate::error::one_line;
 use crate::lines::{Line, Lines, Socket};
 
-/// Longest line from the agent, in bytes: answers to these commands have some tens.
+/// Maximum length of a line from the agent, in bytes. The answers to the commands used here have less than 100.
 const MAX_LINE: usize = 64 << 10;
 
-/// Byte that resets the agent's parser, and drops an earlier client's partial input (QEMU's `guest-sync-delimited`).
+/// Byte that resets the agent's parser, and removes incomplete input of an earlier client (see QEMU's `guest-sync-delimited`).
 const RESET: u8 = 0xff;
 
-/// Reason why the guest's clock was not set. Texts of the agent have no control characters.
+/// Reason why the guest's clock was not set. Control characters are removed from the agent's texts.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GuestAgentError {
     /// The connection to the socket failed.
     #[error("cannot connect to the guest agent's socket {}", path.display())]
     Connect {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// The system's reason.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
@@ -36,7 +36,7 @@ pub enum GuestAgentError {
     Io {
         /// The command.
         command: &'static str,
-        /// The system's reason.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
@@ -46,7 +46,7 @@ pub enum GuestAgentError {
         /// The command.
         command: &'static str,
     },
-    /// No answer arrived in time.
+    /// No answer arrived within the timeout.
     #[error(
         "no answer from the guest agent to {command} within {waited:?}: check that qemu-ga runs in the guest, and that no other \
          client holds the socket"
@@ -54,7 +54,7 @@ pub enum GuestAgentError {
     Timeout {
         /// The command.
         command: &'static str,
-        /// Time limit of all commands together.
+        /// Timeout of all commands together.
         waited: Duration,
     },
     /// An answer violates the protocol.
@@ -73,11 +73,12 @@ pub enum GuestAgentError {
     },
 }
 
-/// Sets the guest's clock with the agent at the UNIX socket `path` (`guest-set-time`). `clock` returns the time since 1970; it
-/// is read once the agent has answered. The total timeout is `timeout`.
+/// Sets the guest's clock through the guest agent at the UNIX socket `path` (`guest-set-time`). `clock` returns the time since
+/// 1970; it is called after the agent's first answer. `timeout` limits all steps together.
 ///
 /// # Errors
-/// [`GuestAgentError`]. The clock is unchanged, unless the agent has received the last command and its answer is missing.
+/// [`GuestAgentError`]. The clock is unchanged, with one exception: the agent received the last command, and its answer was
+/// lost.
 pub fn set_guest_time(
     path: &Path,
     clock: impl FnOnce() -> Duration,
@@ -95,7 +96,7 @@ pub fn set_guest_time(
     };
     let id = u64::from(std::process::id());
     agent.send(&[RESET], "guest-sync", &json!({ "id": id }))?;
-    // Answers to an earlier client may come first, and an error about its partial input.
+    // The first answers may belong to an earlier client, or may report an error in its incomplete input.
     while agent.receive("guest-sync")? != Ok(id.into()) {}
     let nanoseconds = u64::try_from(clock().as_nanos()).unwrap_or(u64::MAX);
     agent.send(&[], "guest-set-time", &json!({ "time": nanoseconds }))?;
@@ -108,7 +109,7 @@ pub fn set_guest_time(
     }
 }
 
-/// Connects; the kernel waits up to `timeout` if the socket's queue is full because of another client.
+/// Connects to the socket. If its accept queue is full because of another client, the kernel waits up to `timeout`.
 fn connect(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
     let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
     let socket = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;

@@ -1,4 +1,4 @@
-//! State of the guest, as reported by a machine's events.
+//! State of the guest, as reported by QEMU's events.
 
 use serde_json::Value;
 
@@ -7,15 +7,15 @@ use crate::error::one_line;
 /// Summary of all guest events of one connection. It includes events that were dropped from the queue.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GuestEvents {
-    /// The vCPUs were started (`RESUME`): QEMU sends it before the first instruction.
+    /// True if the vCPUs were started (`RESUME`). QEMU sends this event before the first instruction runs.
     pub has_run: bool,
-    /// A migration has completed (`MIGRATION`, with capability `events`).
+    /// True if a migration has completed (`MIGRATION`, with capability `events`).
     pub has_migrated: bool,
-    /// A migration has failed (`MIGRATION`, with capability `events`).
+    /// True if a migration has failed (`MIGRATION`, with capability `events`).
     pub has_failed: bool,
-    /// QEMU's reason for the last shutdown of the machine (`SHUTDOWN`, a `ShutdownCause`).
+    /// QEMU's reason for the last shutdown of the machine (`SHUTDOWN`, a `ShutdownCause`); `None` before.
     pub shutdown: Option<String>,
-    /// The guest's kernel has panicked (`GUEST_PANICKED`).
+    /// True if the guest's kernel has panicked (`GUEST_PANICKED`).
     pub has_panicked: bool,
 }
 
@@ -31,7 +31,7 @@ impl GuestEvents {
             }
             "SHUTDOWN" => self.shutdown = Some(text("reason").unwrap_or_default()),
             "GUEST_PANICKED" => self.has_panicked = true,
-            // The guest starts again; an earlier panic no longer counts.
+            // After a reset the guest starts again, and an earlier panic no longer counts.
             "RESET" => {
                 self.has_panicked = false;
                 self.shutdown = None;
@@ -40,18 +40,18 @@ impl GuestEvents {
         }
     }
 
-    /// Returns true if the guest has ended by itself: it powered off, panicked, or reset itself under `-no-reboot`. Returns
-    /// false if another program has ended its machine, or if the guest has not ended.
+    /// Returns true if the guest has ended by itself: it powered off, panicked, or reset itself with `-no-reboot`. Returns
+    /// false if the guest has not ended, or another program has ended its machine.
     #[must_use]
     pub fn has_ended_itself(&self) -> bool {
         match &self.shutdown {
-            // QEMU's names of causes begin with `guest-` or `host-`.
+            // QEMU's names of causes begin with `guest-` or with `host-`.
             Some(reason) => reason.starts_with("guest-"),
             None => self.has_panicked,
         }
     }
 
-    /// Returns how the guest has ended, as a clause; `None` if it has not.
+    /// Describes how the guest has ended, as a clause; `None` if it has not ended.
     #[must_use]
     pub fn end(&self) -> Option<String> {
         let Some(reason) = &self.shutdown else {

@@ -1,15 +1,15 @@
-//! Distinguishes a web browser from a client.
+//! Detects HTTP on a monitor's socket, so that a web page cannot send commands.
 //!
-//! A page of any site can make a browser of this host send an HTTP request to a local port, with an arbitrary body
-//! (`Content-Type: text/plain` needs no permission). A monitor that skips invalid lines would reach that body and execute it.
-//! No client of a monitor begins a line with a word of HTTP, so such a word ends the connection.
+//! A page of any site can make a browser on this host send an HTTP request to a local port. The request may have an arbitrary
+//! body (`Content-Type: text/plain` needs no permission). A monitor that skips invalid lines would reach the body and execute
+//! it. No client of a monitor begins a line with a word of HTTP, so such a word ends the connection.
 
-/// Methods that start a request: those of RFC 9110, PATCH, and the preface of HTTP/2.
+/// Words that start a request: the methods of RFC 9110, PATCH, and the preface of HTTP/2.
 const METHODS: [&[u8]; 10] = [
     b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"CONNECT", b"OPTIONS", b"TRACE", b"PATCH", b"PRI",
 ];
 
-/// Message to a browser, also used in the log.
+/// Message to a browser, which is also logged.
 pub const HTTP: &str = "this is HTTP, which a monitor does not support: the connection is closed";
 
 /// Returns true if the first word of `bytes` belongs to HTTP: a method, a version, or the header that every request has.

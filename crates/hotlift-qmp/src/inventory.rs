@@ -1,4 +1,4 @@
-//! Reads over QMP the parts of a machine that both ends of a migration compare.
+//! Reads over QMP the properties of a machine that both hosts of a migration compare.
 
 use std::collections::HashSet;
 
@@ -10,8 +10,8 @@ use crate::objects::{PERIPHERALS, Plugged};
 use crate::qemu::{Qemu, optional_answer};
 use crate::qtree::{self, MachineDevice};
 
-/// Boolean CPU properties that are not flags, or that differ between releases of QEMU for the same CPU of a machine type (found
-/// with 7.2, 10.0 and 11.1).
+/// Boolean CPU properties that are not compared as flags. They are no flags, or they differ between releases of QEMU for the
+/// same CPU of a machine type (found with 7.2, 10.0 and 11.1).
 const NOT_FLAGS: [&str; 10] = [
     "check",
     "enforce",
@@ -25,8 +25,8 @@ const NOT_FLAGS: [&str; 10] = [
     "start-powered-off",
 ];
 
-/// Flags in no CPUID register of `feature-words`, in addition to those that [`is_beside_cpuid`] finds by name (found with QEMU
-/// 7.2 and 10.0; newer ones list the values of all flags at once).
+/// Flags that are in no CPUID register of `feature-words`. Those that [`is_beside_cpuid`] recognises by name are not repeated
+/// here. Found with QEMU 7.2 and 10.0; newer versions list the values of all flags at once.
 const BESIDE_CPUID: [&str; 22] = [
     "cpuid-0xb",
     "fb-clear",
@@ -52,7 +52,7 @@ const BESIDE_CPUID: [&str; 22] = [
     "xen-vapic",
 ];
 
-/// Memory devices without a bus: [`Qemu::memory_devices`] lists them.
+/// Types of memory devices, which have no bus. [`Qemu::memory_devices`] lists them, not [`Qemu::machine_devices`].
 const MEMORY: [&str; 2] = ["nvdimm", "pc-dimm"];
 
 /// The first vCPU of a machine.
@@ -60,7 +60,7 @@ const MEMORY: [&str; 2] = ["nvdimm", "pc-dimm"];
 pub struct Cpu {
     /// Model, such as `qemu64`.
     pub model: String,
-    /// CPUID registers with flags, in an order that is the same for the same CPU; `None` if QEMU does not list them.
+    /// CPUID registers with flags, in an order that is the same for the same CPU; `None` if QEMU does not report them.
     pub registers: Option<String>,
     path: String,
 }
@@ -68,7 +68,7 @@ pub struct Cpu {
 /// Limits of memory that can be plugged into a machine (`-m`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryLimits {
-    /// Number of slots.
+    /// Number of memory slots.
     pub slots: u64,
     /// Maximum bytes of RAM.
     pub max_bytes: u64,
@@ -82,9 +82,9 @@ pub struct MemoryDevice {
     pub kind: String,
     /// Id of the memory backend.
     pub memdev: String,
-    /// Address in the guest.
+    /// Guest physical address.
     pub address: u64,
-    /// Size in bytes; for virtio-mem the maximum.
+    /// Size in bytes; for virtio-mem the maximum size.
     pub bytes: u64,
     /// NUMA node.
     pub node: u64,
@@ -98,11 +98,11 @@ pub struct Disk {
     pub name: String,
     /// Size in bytes as the guest sees it.
     pub bytes: u64,
-    /// True if the guest cannot write.
+    /// True if the guest cannot write to the disk.
     pub read_only: bool,
 }
 
-/// A CPUID register of `feature-words`.
+/// A CPUID register, as an element of QEMU's CPU property `feature-words`.
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct FeatureWord {
@@ -113,7 +113,7 @@ struct FeatureWord {
     features: u32,
 }
 
-/// Formats the registers that are not 0. Releases list more or fewer registers that are 0.
+/// Formats the registers that are not 0. Registers that are 0 are left out, since QEMU's versions list different ones.
 fn registers(words: &[FeatureWord]) -> String {
     let mut registers: Vec<_> = words
         .iter()
@@ -127,13 +127,14 @@ fn registers(words: &[FeatureWord]) -> String {
     registers.join(" ")
 }
 
-/// Returns true if a boolean CPU property is a flag. Names with '_' are aliases; names with 'x-' are internal to QEMU.
+/// Returns true if a boolean CPU property is a flag of the CPU. Names with '_' are aliases of flags; names that begin with 'x-'
+/// are internal to QEMU.
 fn is_flag(name: &str) -> bool {
     !name.contains('_') && !name.starts_with("x-") && !NOT_FLAGS.contains(&name)
 }
 
-/// Returns true if a flag is in no CPUID register of `feature-words`: flags of nested virtualisation, Hyper-V, and
-/// IA32_ARCH_CAPABILITIES.
+/// Returns true if a flag is in no CPUID register of `feature-words`. These are the flags of nested virtualisation, of Hyper-V,
+/// and of IA32_ARCH_CAPABILITIES.
 fn is_beside_cpuid(name: &str) -> bool {
     name.starts_with("vmx-")
         || name.starts_with("hv-")
@@ -141,7 +142,7 @@ fn is_beside_cpuid(name: &str) -> bool {
         || BESIDE_CPUID.contains(&name)
 }
 
-/// Returns the names of the true values for which `is_meant` returns true.
+/// Returns the names of the properties whose value is true, and for which `is_meant` returns true.
 fn on(
     values: impl IntoIterator<Item = (String, Value)>,
     is_meant: impl Fn(&str) -> bool,
@@ -152,7 +153,7 @@ fn on(
 }
 
 impl Qemu {
-    /// Returns the maximum number of vCPUs (`maxcpus` of `-smp`); `None` if this QEMU or its machine type does not list them.
+    /// Returns the maximum number of vCPUs (`maxcpus` of `-smp`); `None` if this QEMU or its machine type does not report it.
     ///
     /// # Errors
     /// If the connection fails.
@@ -167,8 +168,9 @@ impl Qemu {
         Ok(slots.map(|slots| slots.iter().map(|slot| slot.vcpus_count).sum()))
     }
 
-    /// Returns true if the stream has the state of the ACPI device for vCPU hotplug; its length depends on the number of
-    /// possible vCPUs. QEMU up to 10.0 omits it until the guest uses that device. `None`: the machine has no such device.
+    /// Returns true if the stream contains the state of the ACPI device for vCPU hotplug. The length of this state depends on
+    /// the number of possible vCPUs. QEMU up to 10.0 omits the state until the guest uses the device. Returns `None` if the
+    /// machine has no such device.
     ///
     /// # Errors
     /// If the connection fails.
@@ -181,7 +183,7 @@ impl Qemu {
         Ok(Some(!is_legacy.unwrap_or(false)))
     }
 
-    /// Returns model and CPUID registers of the first vCPU; `None` if this QEMU does not list them.
+    /// Returns model and CPUID registers of the first vCPU; `None` if this QEMU does not report them.
     ///
     /// # Errors
     /// If the connection fails.
@@ -200,7 +202,7 @@ impl Qemu {
         let Some(kind) = self.property::<String>(&path, "type")? else {
             return Ok(None);
         };
-        // "qemu64-x86_64-cpu", "cortex-a57-arm-cpu".
+        // Examples of types: "qemu64-x86_64-cpu", "cortex-a57-arm-cpu".
         let model = kind.strip_suffix("-cpu").unwrap_or(&kind);
         let model = model.rsplit_once('-').map_or(model, |(model, _)| model);
         let words = self.property::<Vec<FeatureWord>>(&path, "feature-words")?;
@@ -211,8 +213,8 @@ impl Qemu {
         }))
     }
 
-    /// Returns the sorted names of `cpu`'s flags. `alike` are the flags of a CPU with the same registers, if known: flags in
-    /// registers are then copied from it. Before 10.1 QEMU takes a third of a millisecond to read a flag.
+    /// Returns the sorted names of the flags of `cpu`. `alike` are the flags of another CPU with the same registers, if known:
+    /// flags in registers are copied from it instead of read. QEMU before 10.1 takes a third of a millisecond to read a flag.
     ///
     /// # Errors
     /// If the connection fails.
@@ -224,7 +226,8 @@ impl Qemu {
         let mut flags = match self.values(&cpu.path)? {
             Some(values) => on(values, is_flag),
             None => {
-                // Flags of nested virtualisation are a third of all flags, and have no effect on a CPU without `vmx`.
+                // Flags of nested virtualisation are a third of all flags. They have no effect on a CPU without `vmx`, and are
+                // not read for it.
                 let is_nested = alike.is_some_and(|flags| flags.iter().any(|flag| flag == "vmx"));
                 let is_read = |name: &str| {
                     let is_unknown = is_nested || !name.starts_with("vmx-");
@@ -255,7 +258,8 @@ impl Qemu {
         Ok(flags)
     }
 
-    /// Returns the limits of memory that can be plugged in; `None` if QEMU does not report them.
+    /// Returns the limits of memory that can be plugged in; `None` if QEMU does not report them. If no memory can be plugged
+    /// in, returns 0 slots and the present size.
     ///
     /// # Errors
     /// If the connection fails.
@@ -264,7 +268,7 @@ impl Qemu {
         #[serde(rename_all = "kebab-case")]
         struct Memory {
             size: u64,
-            // Both are absent if no memory can be plugged in.
+            // QEMU omits both members if no memory can be plugged in.
             slots: Option<u64>,
             max_size: Option<u64>,
         }
@@ -275,7 +279,7 @@ impl Qemu {
         }))
     }
 
-    /// Returns the plugged-in memory by its backend; `None` if QEMU does not list it.
+    /// Returns the plugged-in memory devices, each with the id of its memory backend; `None` if QEMU does not report them.
     ///
     /// # Errors
     /// If the connection fails.
@@ -298,7 +302,7 @@ impl Qemu {
         Ok(devices.map(|devices| devices.into_iter().map(of).collect()))
     }
 
-    /// Returns the devices of the machine; `None` if QEMU does not list them.
+    /// Returns the devices of the machine; `None` if QEMU does not report them.
     ///
     /// # Errors
     /// If the connection fails.
@@ -308,7 +312,7 @@ impl Qemu {
         };
         let mut devices = qtree::parse(&tree);
         let on_buses: HashSet<String> = devices.iter().map(|it| it.kind.clone()).collect();
-        // Devices without a bus, such as 'vmgenid'.
+        // Devices without a bus, such as 'vmgenid', are not in `info qtree`.
         for path in PERIPHERALS {
             for entry in self.entries(path)? {
                 let kind = entry.kind.strip_prefix("child<");
@@ -329,7 +333,7 @@ impl Qemu {
         Ok(Some(devices))
     }
 
-    /// Returns the disks of the machine without removable media such as CDs; `None` if QEMU does not list them.
+    /// Returns the disks of the machine, without removable media such as CDs; `None` if QEMU does not report them.
     ///
     /// # Errors
     /// If the connection fails.

@@ -1,11 +1,13 @@
 //! QEMU's machine protocol (QMP): a client for QEMU 7.2 and later with the commands of migrations, and a [`server`].
 //!
 //! [`Client`] implements the protocol: lines of JSON over a UNIX or TCP socket, one command at a time; events are queued.
-//! [`Qemu`] has typed commands of a migration; [`qapi`] describes the types of the answers, shared by client and server.
+//! [`Qemu`] has typed commands for migrations. [`qapi`] describes the types of the answers, which client and server share.
 //! [`GuestEvents`] summarises the events about the guest (`guest_events.rs`). `objects.rs` reads the memory backends and
-//! virtio-mem devices of a machine; `inventory.rs` and `qtree.rs` read its CPUs, memory devices, disks and devices.
-//! [`set_guest_time`] connects to the agent in a guest. All of them block, with a deadline for every wait. QEMU serves one QMP
-//! connection at a time on a socket, so a missing greeting usually means that another client is connected.
+//! virtio-mem devices of a machine. `inventory.rs` and `qtree.rs` read its CPUs, memory devices, disks and devices.
+//! [`set_guest_time`] connects to the guest agent.
+//!
+//! All functions block, and every wait has a deadline. QEMU serves one connection at a time on a QMP socket, so a missing
+//! greeting usually means that another client is connected.
 //!
 //! # Example
 //!
@@ -64,7 +66,7 @@ pub use qtree::{MachineDevice, general_type};
 pub use ram_blocks::RamBlock;
 pub use uuid::Uuid;
 
-/// Iterates over all objects that are answers, or parts of answers.
+/// Iterates over all objects of answers, including nested ones.
 pub fn all_objects() -> impl Iterator<Item = &'static qapi::Object> {
     machine::OBJECTS.iter().chain(migration::OBJECTS)
 }

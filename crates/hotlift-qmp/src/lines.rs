@@ -1,4 +1,4 @@
-//! Reads a socket line by line, with a deadline and a limit.
+//! Reads a socket line by line, with a deadline for each line and a limit of its length.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-/// Bytes per read.
+/// Number of bytes requested by each read.
 const CHUNK: usize = 16 << 10;
 
 /// A connected socket.
@@ -18,27 +18,27 @@ pub enum Socket {
     Tcp(TcpStream),
 }
 
-/// A connection that carries lines.
+/// A connection for lines of text.
 pub trait Connection {
-    /// Sets the timeout of all later writes; never zero.
+    /// Sets the timeout of all later writes. `timeout` must not be zero.
     ///
     /// # Errors
     /// The system's reason.
     fn set_write_timeout(&self, timeout: Duration) -> io::Result<()>;
 
-    /// Reads available bytes; waits for at least one byte for up to `timeout`, which is never zero.
+    /// Reads available bytes. Waits up to `timeout`, which must not be zero, for the first byte.
     ///
     /// # Errors
-    /// The system's reason; `TimedOut` or `WouldBlock`.
+    /// The system's error; `TimedOut` or `WouldBlock` after `timeout`.
     fn read(&self, buffer: &mut [u8], timeout: Duration) -> io::Result<usize>;
 
-    /// Writes some of `bytes`.
+    /// Writes `bytes` or a part of them. Returns the number of written bytes.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     fn write(&self, bytes: &[u8]) -> io::Result<usize>;
 
-    /// Returns true if a write can be continued after a timeout. Otherwise nothing can be written after one.
+    /// Returns true if a write can be repeated after a timeout. If false, the connection cannot be written to after a timeout.
     fn resumes(&self) -> bool {
         true
     }
@@ -67,17 +67,17 @@ impl Connection for Socket {
     }
 }
 
-/// Returns the time until `deadline`; at least a millisecond, since zero means no timeout.
+/// Returns the time until `deadline`, but at least a millisecond: zero would mean no timeout.
 fn left(deadline: Instant) -> Duration {
     let left = deadline.saturating_duration_since(Instant::now());
     left.max(Duration::from_millis(1))
 }
 
 impl Socket {
-    /// Creates another handle on the same connection.
+    /// Duplicates the handle of the connection.
     ///
     /// # Errors
-    /// The system's reason, such as too many open files.
+    /// The system's error, such as too many open files.
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(match self {
             Self::Unix(stream) => Self::Unix(stream.try_clone()?),
@@ -85,13 +85,13 @@ impl Socket {
         })
     }
 
-    /// Shuts down both directions; threads that wait in them return.
+    /// Shuts down both directions. Threads that wait in a read or write return.
     pub fn shut_down(&self) {
         self.shut(Shutdown::Both);
     }
 
     pub(crate) fn shut(&self, how: Shutdown) {
-        // Fails if the other side has closed the connection, which then needs no shutdown.
+        // Fails if the peer has closed the connection; then no shutdown is necessary.
         let _ = match self {
             Self::Unix(stream) => stream.shutdown(how),
             Self::Tcp(stream) => stream.shutdown(how),
@@ -133,13 +133,13 @@ impl Write for &Socket {
 /// Result of the wait for a line.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Line {
-    /// A whole line, without its end.
+    /// A complete line, without its line end.
     Whole(Vec<u8>),
-    /// More bytes than the limit arrived without an end of line.
+    /// More bytes than the limit arrived without a line end.
     TooLong,
-    /// The other side has closed the connection.
+    /// The peer has closed or reset the connection.
     Closed,
-    /// The deadline passed; the received part of the line is kept.
+    /// The deadline passed. The received part of the line is kept for the next read.
     Late,
 }
 
@@ -149,12 +149,12 @@ pub struct Lines<C = Socket> {
     connection: C,
     limit: usize,
     buffer: Vec<u8>,
-    /// Length of the beginning of `buffer` in which no end of line was found.
+    /// Length of the prefix of `buffer` that was searched and contains no line end.
     searched: usize,
 }
 
 impl<C: Connection> Lines<C> {
-    /// Creates a reader of lines. A line without an end after `limit` bytes is [`Line::TooLong`].
+    /// Creates a reader of lines. If a line does not end within `limit` bytes, a read returns [`Line::TooLong`].
     #[must_use]
     pub fn new(connection: C, limit: usize) -> Self {
         Self {
@@ -170,13 +170,13 @@ impl<C: Connection> Lines<C> {
         &self.connection
     }
 
-    /// Returns the connection, and the bytes received after the last line.
+    /// Returns the connection, and the bytes received after the last returned line.
     #[must_use]
     pub fn into_parts(self) -> (C, Vec<u8>) {
         (self.connection, self.buffer)
     }
 
-    /// Returns the bytes received after the last line, which may contain further lines.
+    /// Returns the bytes received after the last returned line. They may contain further complete lines.
     #[must_use]
     pub fn begun(&self) -> &[u8] {
         &self.buffer
@@ -185,9 +185,9 @@ impl<C: Connection> Lines<C> {
     /// Reads the next line.
     ///
     /// # Errors
-    /// The system's reason; a reset connection is [`Line::Closed`].
+    /// The system's error. A reset connection is not an error, but [`Line::Closed`].
     pub fn read(&mut self, deadline: Instant) -> io::Result<Line> {
-        // Checked after each read: a peer that sends a byte at a time must not extend the deadline.
+        // The deadline is also checked after each read: a peer that sends single bytes must not extend it.
         let mut is_over = false;
         loop {
             let fresh = &self.buffer[self.searched..];
@@ -225,10 +225,11 @@ impl<C: Connection> Lines<C> {
         }
     }
 
-    /// Writes `line`, which includes its end of line. Returns false if the deadline passed first.
+    /// Writes `line`, which must include its line end. Returns false if `deadline` passed first, or if a write timed out and
+    /// cannot be repeated.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn write(&self, line: &[u8], deadline: Instant) -> io::Result<bool> {
         let mut rest = line;
         while !rest.is_empty() {

@@ -1,4 +1,4 @@
-//! Answers about a machine.
+//! Types of answers about a machine.
 
 use std::fmt;
 
@@ -31,7 +31,7 @@ objects! {
     /// Answer of `query-uuid`.
     UuidInfo = "UuidInfo" {
         needed {
-            /// UUID of the machine; all zero if it has none.
+            /// UUID of the machine; all digits are zero if the machine has none.
             "UUID" uuid: String,
         }
         optional {}
@@ -40,9 +40,9 @@ objects! {
     /// Answer of `query-version`.
     VersionInfo = "VersionInfo" {
         needed {
-            /// Version of QEMU, or of the emulated interface.
+            /// Version of QEMU; a Hotlift server reports the version whose interface it emulates.
             "qemu" qemu: Version,
-            /// Package version.
+            /// QEMU's package version, such as that of a distribution.
             "package" package: String,
         }
         optional {}
@@ -72,7 +72,7 @@ objects! {
     }
 }
 
-/// State of a machine (`RunState`); states that make no difference to a migration are `Other`.
+/// State of a machine (`RunState`). States that do not matter for a migration are `Other`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "String", into = "String")]
 pub enum RunState {
@@ -82,13 +82,13 @@ pub enum RunState {
     Paused,
     /// The machine waits for an incoming migration, receives one, or has received a guest that it cannot run.
     InMigrate,
-    /// The guest has powered off (`-no-shutdown`).
+    /// The guest has powered off, and QEMU keeps running (`-no-shutdown`).
     Shutdown,
     /// The guest has panicked.
     GuestPanicked,
     /// The guest sleeps until it is woken up.
     Suspended,
-    /// Another state, with QEMU's name.
+    /// Another state, with QEMU's name of it.
     Other(String),
 }
 
@@ -107,13 +107,13 @@ impl RunState {
         }
     }
 
-    /// Returns true if a QEMU that receives a guest in this state starts it: the guest runs, or wakes up by itself.
+    /// Returns true if a QEMU that receives a guest in this state starts the guest: it runs, or can wake up by itself.
     #[must_use]
     pub fn is_live(&self) -> bool {
         matches!(self, Self::Running | Self::Suspended)
     }
 
-    /// Returns true if the guest has ended, and QEMU refuses `cont` until the machine is reset.
+    /// Returns true if the guest has ended. QEMU then refuses `cont` until the machine is reset.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         matches!(self, Self::Shutdown | Self::GuestPanicked)

@@ -1,9 +1,10 @@
 //! Facts derived from the name of a machine type.
 
-/// Version of the last machine types that synchronise multifd after each section of RAM (`hw_compat_8_0`).
+/// Version of the last machine types that synchronise the multifd channels after each section of RAM (`hw_compat_8_0`).
 pub const LAST_FLUSHED_BY_SECTION: (u32, u32) = (8, 0);
 
-/// Returns the version at the end of a machine type's name: (7, 2) for `pc-i440fx-7.2`.
+/// Returns the version at the end of a machine type's name: (7, 2) for `pc-i440fx-7.2`; `None` if the name does not end with
+/// one.
 #[must_use]
 pub fn machine_version(name: &str) -> Option<(u32, u32)> {
     let (_, version) = name.rsplit_once('-')?;
@@ -11,7 +12,7 @@ pub fn machine_version(name: &str) -> Option<(u32, u32)> {
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// Returns the version of a machine type of QEMU's own PC machines; `None` for the names of distributions and other machines.
+/// Returns the version of one of QEMU's own PC machine types; `None` for machine types of distributions and for other machines.
 pub(crate) fn upstream_version(name: &str) -> Option<(u32, u32)> {
     let number = ["pc-q35-", "pc-i440fx-"]
         .iter()

@@ -1,11 +1,11 @@
-//! Answers about a migration. Members with the prefix `x-hotlift-` are specific to Hotlift.
+//! Types of answers about a migration. Only Hotlift sends the members with the prefix `x-hotlift-`.
 
 use serde::{Deserialize, Deserializer};
 
 use crate::qapi::{Type, objects};
 
 objects! {
-    /// Answer of `query-migrate`. Members that this QEMU does not send are `None`.
+    /// Answer of `query-migrate`. A member that the answer does not contain is `None`.
     #[derive(Default)]
     MigrationInfo = "MigrationInfo" {
         needed {}
@@ -18,7 +18,7 @@ objects! {
             "xbzrle-cache" xbzrle_cache: XbzrleCacheStats,
             /// Statistics of `compress`, if it is enabled.
             "compression" compression: CompressionStats,
-            /// Time since the start, in milliseconds.
+            /// Time since the start of the migration, in milliseconds.
             #[serde(deserialize_with = "not_negative")]
             "total-time" total_time: u64,
             /// Expected downtime of a switchover now, in milliseconds; only while the migration is active.
@@ -30,47 +30,47 @@ objects! {
             /// Time from the start until the first page could be sent, in milliseconds.
             #[serde(deserialize_with = "not_negative")]
             "setup-time" setup_time: u64,
-            /// Percentage of time for which the guest is throttled so that the migration converges.
+            /// Percentage of time for which the guest is throttled, to make the migration converge.
             #[serde(deserialize_with = "not_negative")]
             "cpu-throttle-percentage" cpu_throttle_percentage: u64,
-            /// Time in which all vCPUs waited for pages at once, in milliseconds. This and the next five members come from a
-            /// completed destination with `postcopy-blocktime`.
+            /// Time in which all vCPUs waited for pages at the same time, in milliseconds. This member and the other
+            /// `postcopy-` members come from a destination with `postcopy-blocktime`, after completion.
             "postcopy-blocktime" postcopy_blocktime: u64,
             /// Wait time of each vCPU, in milliseconds.
             "postcopy-vcpu-blocktime" postcopy_vcpu_blocktime: Vec<u64>,
-            /// Average wait time for a page, in nanoseconds (QEMU 10.1 and newer).
+            /// Average time to wait for a page, in nanoseconds (QEMU 10.1 and newer).
             "postcopy-latency" postcopy_latency: u64,
-            /// Histogram of wait times: the n-th bucket starts at 2^n microseconds (QEMU 10.1 and newer).
+            /// Histogram of the times to wait for a page: the n-th bucket starts at 2^n microseconds (QEMU 10.1 and newer).
             "postcopy-latency-dist" postcopy_latency_dist: Vec<u64>,
-            /// As `postcopy-latency`, for each vCPU.
+            /// Average time of each vCPU to wait for a page, in nanoseconds.
             "postcopy-vcpu-latency" postcopy_vcpu_latency: Vec<u64>,
-            /// The same for threads that are not vCPUs.
+            /// Average time of other threads than vCPUs to wait for a page, in nanoseconds.
             "postcopy-non-vcpu-latency" postcopy_non_vcpu_latency: u64,
             /// Reason for the failure, in QEMU's text.
             "error-desc" error_desc: String,
             /// Reasons why QEMU cannot migrate this machine; absent if it can.
             "blocked-reasons" blocked_reasons: Vec<String>,
-            /// Addresses for a source.
+            /// Addresses at which a destination listens for the source.
             "socket-address" socket_address: Vec<SocketAddress>,
-            /// Current round over the dirty pages, from 1.
+            /// Number of the current round over the dirty pages, from 1.
             "x-hotlift-round" round: u64,
-            /// Remaining time of this round at the current rate, in milliseconds.
+            /// Time to send the remaining pages of this round at the current rate, in milliseconds.
             "x-hotlift-time-left" time_left: u64,
             /// Reason why the migration does not converge, as text for an operator.
             "x-hotlift-stall-reason" stall_reason: String,
-            /// Methods of the packets and the reasons, as text for an operator, if each packet has its own method.
+            /// Methods of the packets and the reasons for them, as text for an operator; only with method auto.
             "x-hotlift-methods" methods: String,
-            /// Devices that processed the method's jobs, if an accelerator may have been used.
+            /// Jobs of the compression method; only if an accelerator may be used.
             "x-hotlift-jobs" jobs: AcceleratorJobs,
-            /// Devices that detected zero pages, if accelerators were configured.
+            /// Jobs that detect zero pages; only if accelerators are configured for this.
             "x-hotlift-zero-page-jobs" zero_page_jobs: AcceleratorJobs,
-            /// Wait times of vCPUs for a page, with `postcopy-blocktime`.
+            /// Times that vCPUs waited for a page, with `postcopy-blocktime`.
             "x-hotlift-vcpu-waits" vcpu_waits: VcpuWaits,
             /// CPU time of the migration's threads.
             "x-hotlift-threads" threads: Vec<ThreadTime>,
-            /// Bytes that a relay has received.
+            /// Number of bytes that a relay has received.
             "x-hotlift-received" received: u64,
-            /// The host that holds up the migration: it is silent or does not read, and the duration.
+            /// The host that delays the migration, the kind of stall (silent, or reads no data) and its duration, as text.
             "x-hotlift-stall" stall: String,
         }
     }
@@ -82,29 +82,29 @@ objects! {
         needed {
             /// Bytes sent.
             "transferred" transferred: u64,
-            /// Bytes of RAM still dirty.
+            /// Bytes of RAM that are still dirty.
             "remaining" remaining: u64,
-            /// Bytes of RAM.
+            /// Bytes of all RAM.
             "total" total: u64,
-            /// Zero pages.
+            /// Number of pages sent as zero pages.
             "duplicate" duplicate: u64,
-            /// Pages sent with their content.
+            /// Number of pages sent with their content.
             "normal" normal: u64,
             /// Bytes of pages sent with their content.
             "normal-bytes" normal_bytes: u64,
-            /// Pages that the guest dirtied per second, in the last round.
+            /// Number of pages that the guest dirtied per second, in the last round.
             "dirty-pages-rate" dirty_pages_rate: u64,
-            /// Rate of sending, in 10^6 bit/s.
+            /// Send rate, in 10^6 bit/s.
             "mbps" mbps: f64,
-            /// Number of rounds so far: fetches of the dirty log.
+            /// Number of fetches of the dirty log so far (QEMU's count of rounds).
             "dirty-sync-count" dirty_sync_count: u64,
-            /// Pages that a destination in postcopy has requested.
+            /// Number of pages that the destination has requested in postcopy.
             "postcopy-requests" postcopy_requests: u64,
             /// Page size in bytes.
             "page-size" page_size: u64,
             /// Bytes sent on multifd channels.
             "multifd-bytes" multifd_bytes: u64,
-            /// Pages sent per second.
+            /// Number of pages sent per second.
             "pages-per-second" pages_per_second: u64,
             /// Bytes sent on the main channel while the guest ran.
             "precopy-bytes" precopy_bytes: u64,
@@ -112,7 +112,7 @@ objects! {
             "downtime-bytes" downtime_bytes: u64,
             /// Bytes sent in postcopy.
             "postcopy-bytes" postcopy_bytes: u64,
-            /// Number of times that `zero-copy-send` fell back to copies.
+            /// Number of times that `zero-copy-send` copied the data instead.
             "dirty-sync-missed-zero-copy" dirty_sync_missed_zero_copy: u64,
         }
         optional {}
@@ -126,20 +126,20 @@ objects! {
             /// Cache size in bytes.
             #[serde(deserialize_with = "count")]
             "cache-size" cache_size: u64,
-            /// Bytes of XBZRLE pages sent.
+            /// Number of bytes sent for XBZRLE pages.
             #[serde(deserialize_with = "count")]
             "bytes" bytes: u64,
-            /// XBZRLE pages sent.
+            /// Number of XBZRLE pages sent.
             #[serde(deserialize_with = "count")]
             "pages" pages: u64,
-            /// Pages not found in the cache.
+            /// Number of pages not found in the cache.
             #[serde(deserialize_with = "count")]
             "cache-miss" cache_miss: u64,
-            /// Ratio of misses to pages searched, in the last round.
+            /// Ratio of cache misses to searched pages, in the last round.
             "cache-miss-rate" cache_miss_rate: f64,
-            /// Ratio of page bytes to bytes sent for them, in the last round.
+            /// Compression ratio: bytes of the pages divided by bytes sent for them, in the last round.
             "encoding-rate" encoding_rate: f64,
-            /// Pages whose delta was larger than the page.
+            /// Number of pages whose delta was larger than the page.
             #[serde(deserialize_with = "count")]
             "overflow" overflow: u64,
         }
@@ -151,38 +151,38 @@ objects! {
     #[serde(default)]
     CompressionStats = "CompressionStats" {
         needed {
-            /// Pages compressed and sent.
+            /// Number of pages compressed and sent.
             #[serde(deserialize_with = "count")]
             "pages" pages: u64,
             /// Compressed size in bytes.
             #[serde(deserialize_with = "count")]
             "compressed-size" compressed_size: u64,
-            /// Ratio of size before to size after compression.
+            /// Compression ratio: size before compression divided by size after.
             "compression-rate" compression_rate: f64,
         }
         optional {
-            /// Number of times that no thread was free; absent if this is not counted.
+            /// Number of times that no compression thread was free; absent if this is not counted.
             #[serde(deserialize_with = "not_negative")]
             "busy" busy: u64,
-            /// `busy` of the last round, divided by its pages.
+            /// `busy` in the last round, divided by the number of pages in it.
             "busy-rate" busy_rate: f64,
         }
     }
 
-    /// Address for a source.
+    /// Address at which a destination listens.
     SocketAddress = "SocketAddress" {
         needed {
             /// `inet` or `unix`.
             "type" kind: String = Type::Enum("SocketAddressType"),
         }
         optional {
-            /// For `inet`.
+            /// Host name or IP address; only for `inet`.
             "host" host: String,
-            /// For `inet`.
+            /// Port; only for `inet`.
             "port" port: String,
-            /// For `inet`: true for IPv4.
+            /// True for IPv4; only for `inet`.
             "ipv4" ipv4: bool,
-            /// For `unix`.
+            /// Path of the socket; only for `unix`.
             "path" path: String,
         }
     }
@@ -192,7 +192,7 @@ objects! {
         needed {
             /// QEMU's name of the capability.
             "capability" capability: String = Type::Enum("MigrationCapability"),
-            /// True if it is enabled.
+            /// True if the capability is enabled.
             "state" state: bool,
         }
         optional {}
@@ -209,7 +209,7 @@ objects! {
         optional {}
     }
 
-    /// Wait times of vCPUs for a page.
+    /// Times that vCPUs waited for a page.
     VcpuWaits = "XHotliftVcpuWaits" {
         needed {
             /// Number of waits.
@@ -229,28 +229,28 @@ objects! {
         needed {
             /// Name of the thread.
             "name" name: String,
-            /// Microseconds.
+            /// CPU time in microseconds.
             "cpu-time" cpu_time: u64,
         }
         optional {}
     }
 
-    /// Jobs that an accelerator can process.
+    /// Statistics of the jobs that an accelerator can process.
     AcceleratorJobs = "XHotliftJobs" {
         needed {
-            /// Jobs processed by an accelerator.
+            /// Number of jobs that an accelerator processed.
             "hardware" hardware: u64,
-            /// Jobs processed by the CPU.
+            /// Number of jobs that the CPU processed.
             "software" software: u64,
-            /// Submissions repeated because the accelerator was busy.
+            /// Number of submissions that were repeated because the accelerator was busy.
             "retries" retries: u64,
-            /// Pages that did not shrink and were sent uncompressed.
+            /// Number of pages that compression did not shrink, and that were sent uncompressed.
             "raw-pages" raw_pages: u64,
-            /// Accelerators used.
+            /// Names of the accelerators used.
             "devices" devices: Vec<String>,
         }
         optional {
-            /// Reason why an accelerator was not used, or not to the end.
+            /// Reason why an accelerator was not used, or only for a part of the migration; absent otherwise.
             "fallback" fallback: String,
         }
     }
@@ -282,12 +282,13 @@ impl MigrationInfo {
     }
 }
 
-/// Parses a count that is signed in QEMU: 7.2 can send a `compressed-size` below 0.
+/// Parses a count that QEMU sends as a signed number; a negative one becomes 0. QEMU 7.2 can send a `compressed-size` below 0.
 fn count<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
     Ok(not_negative(from)?.unwrap_or(0))
 }
 
-/// Parses a value that is signed in QEMU; a negative one becomes 0. QEMU may send any number for an infinite estimate.
+/// Parses a value that QEMU sends as a signed number; a negative one becomes 0. For an infinite estimate QEMU may send any
+/// number.
 fn not_negative<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
     let number = Option::<serde_json::Number>::deserialize(from)?;
     Ok(number.map(|number| number.as_u64().unwrap_or(0)))
@@ -335,7 +336,7 @@ mod tests {
         );
     }
 
-    /// The schema is derived from the types, so it must match what serde writes.
+    /// The schema is generated from the types, and must list exactly the members that serde writes.
     #[test]
     fn written_figures_have_exactly_the_members_of_the_schema() {
         let stats = serde_json::to_value(MigrationStats::default()).unwrap();

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use crate::error::QmpError;
 use crate::qemu::{Qemu, optional_answer};
 
-/// A memory backend that other processes can also map.
+/// A memory backend of QEMU that other processes can also map.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SharedBackend {
     /// Object id.
@@ -30,10 +30,10 @@ pub struct VirtioMem {
     pub max_size: u64,
 }
 
-/// QOM paths of the devices that an operator adds.
+/// QOM paths under which devices of the command line and of `device_add` are listed.
 pub(crate) const PERIPHERALS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
-/// An entry of `qom-list`.
+/// An entry in the answer of `qom-list`.
 #[derive(Deserialize)]
 pub(crate) struct Entry {
     pub name: String,
@@ -41,17 +41,17 @@ pub(crate) struct Entry {
     pub kind: String,
 }
 
-/// A row of `query-memory-devices`.
+/// An element in the answer of `query-memory-devices`.
 #[derive(Deserialize)]
 pub(crate) struct Plugged {
-    /// `dimm`, `virtio-mem` and others.
+    /// Kind of the device: `dimm`, `virtio-mem` and others.
     #[serde(rename = "type")]
     pub kind: String,
     pub data: Value,
 }
 
 impl Qemu {
-    /// Reads a property (`qom-get`); `None` if the object or the property does not exist.
+    /// Reads a property of an object (`qom-get`); `None` if the object or the property does not exist.
     ///
     /// # Errors
     /// If the connection fails.
@@ -64,13 +64,14 @@ impl Qemu {
         optional_answer(self.ask("qom-get", &arguments))
     }
 
-    /// Lists children and properties of an object (`qom-list`); empty if QEMU does not list them.
+    /// Lists the children and properties of an object (`qom-list`); empty if QEMU refuses.
     pub(crate) fn entries(&mut self, path: &str) -> Result<Vec<Entry>, QmpError> {
         let entries = self.ask("qom-list", &json!({ "path": path }));
         Ok(optional_answer(entries)?.unwrap_or_default())
     }
 
-    /// Reads an object's properties by name (`qom-list-get`, QEMU 10.1 and newer); `None` if QEMU does not list them.
+    /// Reads all properties of an object with their values (`qom-list-get`, QEMU 10.1 and newer); `None` if QEMU does not
+    /// support this.
     pub(crate) fn values(&mut self, path: &str) -> Result<Option<Vec<(String, Value)>>, QmpError> {
         #[derive(Deserialize)]
         struct Object {
@@ -88,11 +89,11 @@ impl Qemu {
         Ok(properties.map(|all| all.map(|it| (it.name, it.value)).collect()))
     }
 
-    /// Creates an object that only stores `text`, readable as the property `data` of `/objects/ID`. Returns false if this QEMU
+    /// Creates an object that stores `text`. It is readable as the property `data` of `/objects/ID`. Returns false if this QEMU
     /// cannot create objects.
     ///
     /// # Errors
-    /// As [`crate::Client::execute`], also if an object with this id exists.
+    /// As [`crate::Client::execute`]; [`QmpError::Command`] also if an object with this id exists.
     pub fn keep_text(&mut self, id: &str, text: &str) -> Result<bool, QmpError> {
         let arguments = json!({ "qom-type": "secret", "id": id, "data": text });
         match self.command("object-add", &arguments) {
@@ -110,7 +111,7 @@ impl Qemu {
         self.command("object-del", &json!({ "id": id }))
     }
 
-    /// Lists the memory backends that other processes can map, by id.
+    /// Lists the memory backends that other processes can map, sorted by id.
     ///
     /// # Errors
     /// As [`crate::Client::execute`].
@@ -134,12 +135,12 @@ impl Qemu {
         Ok(shared)
     }
 
-    /// Lists all memory devices in QEMU's order; `None` if QEMU does not list them.
+    /// Lists all memory devices in QEMU's order; `None` if QEMU does not report them.
     pub(crate) fn plugged(&mut self) -> Result<Option<Vec<Plugged>>, QmpError> {
         optional_answer(self.ask("query-memory-devices", &Value::Null))
     }
 
-    /// Lists the virtio-mem devices; empty if QEMU does not list them.
+    /// Lists the virtio-mem devices; empty if QEMU does not report them.
     ///
     /// # Errors
     /// If the connection fails.
@@ -151,7 +152,7 @@ impl Qemu {
             .collect())
     }
 
-    /// Returns true if a virtio-balloon may report free pages, which QEMU then does not migrate.
+    /// Returns true if a virtio-balloon device may report free pages to QEMU, which then does not migrate them.
     ///
     /// # Errors
     /// If the connection fails.
@@ -171,7 +172,8 @@ impl Qemu {
         Ok(false)
     }
 
-    /// Returns defaults of the migration's properties by name (`device-list-properties`); empty if QEMU does not list them.
+    /// Returns the default values of migration properties by name (`device-list-properties`); empty if QEMU does not report
+    /// them.
     ///
     /// # Errors
     /// If the connection fails.

@@ -1,4 +1,5 @@
-//! QAPI: types of QMP's answers, shared by the client that reads them, the server that writes them and the schema.
+//! QAPI: the types of QMP's answers. The client that reads answers, the server that writes them, and the schema share these
+//! types.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -9,7 +10,7 @@ pub fn to_value(answer: &impl Serialize) -> Value {
     serde_json::to_value(answer).unwrap_or_default()
 }
 
-/// Type of an argument or of a member of an answer.
+/// Type of a command's argument, or of a member of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Type {
     /// A string.
@@ -20,11 +21,11 @@ pub enum Type {
     Int,
     /// Any number.
     Number,
-    /// A name of this enumeration of the schema.
+    /// A string of the enumeration with this name in the schema.
     Enum(&'static str),
-    /// An object of the schema.
+    /// The object with this name in the schema.
     Object(&'static str),
-    /// A list of the type with this name in the schema.
+    /// A list whose elements have the type with this name in the schema.
     List(&'static str),
 }
 
@@ -49,11 +50,11 @@ pub struct Member {
     pub name: &'static str,
     /// Type.
     pub kind: Type,
-    /// True if it may be omitted.
+    /// True if the member may be absent.
     pub optional: bool,
 }
 
-/// An object, with its members.
+/// An object type with its members.
 #[derive(Debug, Clone, Copy)]
 pub struct Object {
     /// Name in QEMU's documentation.
@@ -62,7 +63,7 @@ pub struct Object {
     pub members: &'static [Member],
 }
 
-/// Returns a required member.
+/// Creates a required member.
 #[must_use]
 pub const fn needed(name: &'static str, kind: Type) -> Member {
     Member {
@@ -72,7 +73,7 @@ pub const fn needed(name: &'static str, kind: Type) -> Member {
     }
 }
 
-/// Returns an optional member.
+/// Creates an optional member.
 #[must_use]
 pub const fn optional(name: &'static str, kind: Type) -> Member {
     Member {
@@ -82,7 +83,7 @@ pub const fn optional(name: &'static str, kind: Type) -> Member {
     }
 }
 
-/// A Rust type of members.
+/// A Rust type that can be the type of a member.
 pub trait Qapi {
     /// Type in the schema.
     const TYPE: Type;
@@ -112,9 +113,9 @@ impl<T: Qapi> Qapi for Vec<T> {
     const TYPE: Type = Type::List(T::TYPE.name());
 }
 
-/// Creates a struct and a row of `OBJECTS` for each object. A member consists of its QMP name, its field, the field's type, and
-/// after `=` its schema type if the field's type does not determine it: for example, a string that is an enumeration of the
-/// schema. Optional members are [`Option`]s.
+/// Creates a struct and a row of `OBJECTS` for each object. A member consists of its QMP name, its field, and the field's type.
+/// After `=` follows the schema type, if it cannot be derived from the field's type: for example, for a string that is an
+/// enumeration in the schema. Optional members are [`Option`]s.
 macro_rules! objects {
     ($(
         $(#[$meta:meta])*
@@ -144,7 +145,7 @@ macro_rules! objects {
             }
         )*
 
-        /// Objects of this file, for the schema.
+        /// Object types of this file, for the schema.
         pub(crate) static OBJECTS: &[$crate::qapi::Object] = &[$(
             $crate::qapi::Object {
                 name: $qapi,

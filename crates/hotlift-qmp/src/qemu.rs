@@ -1,4 +1,4 @@
-//! Typed commands of a migration.
+//! Typed QMP commands for migrations.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use crate::migration::{MigrationCapabilityStatus, MigrationInfo, MigrationThread
 use crate::ram_blocks::{self, RamBlock};
 use crate::uuid::Uuid;
 
-/// A connected QEMU.
+/// A connection to a QEMU, whose version is known.
 #[derive(Debug)]
 pub struct Qemu {
     client: Client,
@@ -31,7 +31,7 @@ impl Qemu {
         Self::over(Client::connect(address, timeout)?)
     }
 
-    /// Queries the version over an existing connection.
+    /// Wraps an existing connection, and queries QEMU's version over it.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -48,12 +48,12 @@ impl Qemu {
         Ok(qemu)
     }
 
-    /// Returns the protocol client.
+    /// Returns the client that implements the protocol.
     pub fn client(&mut self) -> &mut Client {
         &mut self.client
     }
 
-    /// Returns the version, queried on connection.
+    /// Returns QEMU's version, which was queried when the connection was made.
     #[must_use]
     pub fn version(&self) -> Version {
         self.version
@@ -75,7 +75,7 @@ impl Qemu {
         self.ask("query-status", &Value::Null)
     }
 
-    /// Executes `query-uuid`; all zero if the machine has none.
+    /// Executes `query-uuid`; all digits are zero if the machine has no UUID.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -97,8 +97,12 @@ impl Qemu {
         Ok(name.map(|name| name.strip_suffix("-machine").unwrap_or(&name).to_owned()))
     }
 
-    /// Returns QEMU's property `multifd-flush-after-each-section` of the running machine's type (`query-machines`, from 9.1
-    /// on). Always on before QEMU 8.1. `None` if this QEMU does not report it. A value from `-global` is not visible.
+    /// Returns the property `multifd-flush-after-each-section` of the running machine's type (`query-machines`, QEMU 9.1 and
+    /// newer).
+    ///
+    /// - Before QEMU 8.1 the behaviour is always on: true.
+    /// - `None` if this QEMU does not report it.
+    /// - A value from `-global` is not visible.
     ///
     /// # Errors
     /// If the connection fails.
@@ -126,7 +130,8 @@ impl Qemu {
         if let Some(version) = running.as_deref().and_then(upstream_version) {
             return Ok(Some(version <= LAST_FLUSHED_BY_SECTION));
         }
-        // The query costs 500 KB and 60 ms in QEMU 10.0, and is skipped if the machine type's name determines the answer.
+        // The query takes 60 ms and returns 500 KB in QEMU 10.0. It is skipped if the name of the machine type determines the
+        // answer.
         let arguments = json!({ "compat-props": true });
         let machines = optional_answer(self.ask::<Vec<Machine>>("query-machines", &arguments))?;
         let (Some(machines), Some(running)) = (machines, running) else {
@@ -138,13 +143,13 @@ impl Qemu {
                 property.qom_type == "migration"
                     && property.property == "multifd-flush-after-each-section"
             };
-            // QEMU uses the last of several values.
+            // If a property has several values, QEMU uses the last one.
             let value = machine.compat_props.iter().rfind(is_it);
             value.is_some_and(|property| ["on", "true", "yes"].contains(&property.value.as_str()))
         }))
     }
 
-    /// Returns the initial RAM of the machine in bytes (`query-memory-size-summary`), without plugged-in memory; `None` if this
+    /// Returns the machine's RAM at start in bytes, without plugged-in memory (`query-memory-size-summary`); `None` if this
     /// QEMU does not report it.
     ///
     /// # Errors
@@ -169,7 +174,7 @@ impl Qemu {
     }
 
     /// Returns the RAM blocks that a migration transfers (`info ramblock` of the human monitor); `None` if this QEMU does not
-    /// list them.
+    /// report them.
     ///
     /// # Errors
     /// If the connection fails.
@@ -181,7 +186,7 @@ impl Qemu {
     }
 
     /// Returns the names of the RAM blocks, each with the page size of its host memory in bytes; `None` if this QEMU does not
-    /// list them.
+    /// report them.
     ///
     /// # Errors
     /// If the connection fails.
@@ -191,12 +196,12 @@ impl Qemu {
         Ok(blocks.map(|blocks| blocks.into_iter().map(size).collect()))
     }
 
-    /// Runs a line of the human monitor; `None` if this QEMU does not support it.
+    /// Executes a line of the human monitor, and returns its output; `None` if this QEMU does not support this.
     pub(crate) fn monitor(&mut self, line: &str) -> Result<Option<String>, QmpError> {
         optional_answer(self.ask("human-monitor-command", &json!({ "command-line": line })))
     }
 
-    /// Executes `query-migrate-capabilities`; in QEMU's order.
+    /// Executes `query-migrate-capabilities`. Returns names and values in QEMU's order.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -209,10 +214,10 @@ impl Qemu {
             .collect())
     }
 
-    /// Executes `migrate-set-capabilities`. A name that this QEMU does not know is skipped if it must be off.
+    /// Executes `migrate-set-capabilities`. A capability that this QEMU does not know is skipped if it should be off.
     ///
     /// # Errors
-    /// [`QmpError::NoCapability`] if an unknown one must be on; else as [`Client::execute`].
+    /// [`QmpError::NoCapability`] if a capability that this QEMU does not know should be on; otherwise as [`Client::execute`].
     pub fn set_capabilities(&mut self, wanted: &[(&str, bool)]) -> Result<(), QmpError> {
         let known = self.query_capabilities()?;
         let mut list = Vec::new();
@@ -237,7 +242,7 @@ impl Qemu {
         self.ask("query-migrate-parameters", &Value::Null)
     }
 
-    /// Executes `migrate-set-parameters`; `parameters` are an object.
+    /// Executes `migrate-set-parameters`. `parameters` must be a JSON object.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -245,7 +250,7 @@ impl Qemu {
         self.command("migrate-set-parameters", parameters)
     }
 
-    /// Executes `migrate`: starts an outgoing migration. [`Qemu::query_migrate`] returns its result.
+    /// Executes `migrate`: starts an outgoing migration to `uri`. [`Qemu::query_migrate`] returns its progress and result.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -253,8 +258,8 @@ impl Qemu {
         self.command("migrate", &json!({ "uri": uri }))
     }
 
-    /// Executes `migrate-incoming`: a QEMU started with `-incoming defer` listens on `uri`. With `stay_on_error` (from 9.1 on)
-    /// it does not exit if the migration fails, and can report the reason.
+    /// Executes `migrate-incoming`: a QEMU that was started with `-incoming defer` listens on `uri`. With `stay_on_error` (QEMU
+    /// 9.1 and newer) QEMU does not exit if the migration fails, and can report the reason.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -266,7 +271,7 @@ impl Qemu {
         self.command("migrate-incoming", &arguments)
     }
 
-    /// Executes `migrate-recover`: a QEMU whose postcopy was interrupted listens on `uri` for the rest.
+    /// Executes `migrate-recover`: a QEMU whose postcopy was interrupted listens on `uri` for the missing pages.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -274,7 +279,7 @@ impl Qemu {
         self.command("migrate-recover", &json!({ "uri": uri }))
     }
 
-    /// Executes `migrate_cancel`: succeeds even without an active migration.
+    /// Executes `migrate_cancel`. Succeeds even if no migration is active.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -282,7 +287,7 @@ impl Qemu {
         self.command("migrate_cancel", &Value::Null)
     }
 
-    /// Executes `query-migrate`.
+    /// Executes `query-migrate`: returns state, progress and result of the migration.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -290,8 +295,8 @@ impl Qemu {
         self.ask("query-migrate", &Value::Null)
     }
 
-    /// Executes `query-migrationthreads`: returns the names of the threads that an outgoing migration still has; `None` if this
-    /// QEMU does not know the command (versions before 8.0, and 11.1).
+    /// Executes `query-migrationthreads`: returns the names of the threads that an outgoing migration still has. Returns `None`
+    /// if this QEMU does not know the command (versions before 8.0, and 11.1).
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -319,7 +324,7 @@ impl Qemu {
         self.command("cont", &Value::Null)
     }
 
-    /// Executes `quit`: QEMU ends. It may close the connection before it has answered, which is no error.
+    /// Executes `quit`: QEMU ends. If QEMU closes the connection before it has answered, this is not an error.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -330,7 +335,7 @@ impl Qemu {
         }
     }
 
-    /// Calls [`Client::wait_event`].
+    /// Returns the next event, see [`Client::wait_event`].
     ///
     /// # Errors
     /// As [`Client::wait_event`].
@@ -355,7 +360,7 @@ impl Qemu {
     }
 }
 
-/// Returns `None` if QEMU lacks the command or its answer has another format.
+/// Converts a refused command, or an answer in another format, to `None`. Other errors are returned.
 pub(crate) fn optional_answer<T>(answer: Result<T, QmpError>) -> Result<Option<T>, QmpError> {
     match answer {
         Ok(answer) => Ok(Some(answer)),

@@ -1,38 +1,38 @@
-//! Devices of a machine in the output of QEMU's human monitor (`info qtree`): QMP has no command for their buses.
+//! Parses the machine's devices from the output of QEMU's human monitor (`info qtree`): no QMP command reports their buses.
 
 use serde::{Deserialize, Serialize};
 
-/// Maximum number of kept devices of a machine; the largest in QEMU's own tests has some hundreds.
+/// Maximum number of devices kept for a machine. The largest machine in QEMU's own tests has some hundreds.
 const MAX_DEVICES: usize = 4096;
 
 /// A device of a machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MachineDevice {
-    /// Location: the addresses of the devices above it, then its own, as QEMU names device states in the stream. On a bus
-    /// without addresses a device's type is its address.
+    /// Location: the addresses of its parent devices, then its own address, as QEMU names device states in the stream. On a bus
+    /// without addresses, the device's type is used as its address.
     pub place: String,
     /// Type.
     #[serde(rename = "type")]
     pub kind: String,
-    /// Vendor, device and subsystem of a PCI device.
+    /// Ids of vendor, device and subsystem; only for a PCI device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pci: Option<String>,
-    /// MSI-X vectors.
+    /// Number of MSI-X vectors; `None` if QEMU reports none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vectors: Option<u64>,
 }
 
-/// A bus or device, below which further lines are indented.
+/// A bus or device in the tree. The lines of its children have a deeper indentation.
 struct Node {
     indent: usize,
     /// The device itself, or the device that owns the bus.
     device: Option<usize>,
-    /// True for a bus between a virtio device and its PCI device: the operator sees one device.
+    /// True for the bus between a PCI device and its virtio device, which the operator sees as one device.
     is_virtio: bool,
 }
 
-/// A device, and the properties that were read so far.
+/// A device with the properties read so far.
 #[derive(Default)]
 struct Entry {
     above: Option<usize>,
@@ -68,7 +68,7 @@ impl Entry {
         }
     }
 
-    /// Returns the device's own part of the location.
+    /// Returns the last step of the device's location: its own address or type.
     fn step(&self) -> String {
         match (&self.scsi, &self.address) {
             ([Some(channel), Some(id), Some(lun)], _) => format!("{channel}:{id}:{lun}"),
@@ -78,7 +78,7 @@ impl Entry {
     }
 }
 
-/// Returns the common name of a device's accelerator variants, which share their state: `isa-pit` and `kvm-pit`.
+/// Returns the type without the accelerator in its name: `isa-pit` and `kvm-pit` have the same state in the stream.
 #[must_use]
 pub fn general_type(kind: &str) -> &str {
     let kind = kind.strip_prefix("kvm-").unwrap_or(kind);
@@ -135,7 +135,7 @@ pub(crate) fn parse(text: &str) -> Vec<MachineDevice> {
             entry.property(body);
         }
     }
-    // A parent is listed before its devices.
+    // A parent device is listed before its children.
     let mut places: Vec<String> = Vec::with_capacity(entries.len());
     for entry in &entries {
         let above = entry.above.map_or("", |above| places[above].as_str());

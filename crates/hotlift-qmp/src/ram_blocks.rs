@@ -1,4 +1,4 @@
-//! RAM blocks in the output of QEMU's human monitor: QMP has no stable command.
+//! Parses the RAM blocks from the output of QEMU's human monitor: no stable QMP command reports them.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,7 +13,7 @@ pub struct RamBlock {
     pub page_size: u64,
     /// Size in bytes.
     pub bytes: u64,
-    /// Maximum size in bytes that it can grow to.
+    /// Maximum size in bytes to which the block can grow.
     pub max_bytes: u64,
 }
 
@@ -24,7 +24,8 @@ pub struct RamBlock {
 ///                   pc.ram    2 MiB  0x0000000000000000 0x0000000008000000 0x0000000008000000
 /// ```
 ///
-/// QEMU 10.0 appends columns. Lines of another form are skipped, and so are blocks without a name, which do not migrate.
+/// QEMU 10.0 appends columns, which are ignored. Lines in another format are skipped. Blocks without a name are also skipped,
+/// since they do not migrate.
 pub(crate) fn parse(table: &str) -> Vec<RamBlock> {
     table.lines().filter_map(row).collect()
 }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// A UUID in the order of its digits; all zero for a VM that has none.
+/// A UUID in the order of its digits; all bytes are zero for a VM that has none.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Uuid(pub [u8; 16]);
 
@@ -33,7 +33,7 @@ impl fmt::Display for Uuid {
     }
 }
 
-/// Parses `550e8400-e29b-41d4-a716-446655440000` to bytes in that order.
+/// Parses text such as `550e8400-e29b-41d4-a716-446655440000`. The bytes have the order of the digits.
 fn parse(text: &str) -> Option<[u8; 16]> {
     let digits: Vec<u8> = text
         .chars()

@@ -1,4 +1,4 @@
-//! Accepts the clients of a socket, one thread each, and disconnects them when the server ends.
+//! Accepts the clients of a socket, serves each in its own thread, and disconnects all when the server ends.
 
 use std::io::{self, Write};
 use std::net::{Shutdown, TcpListener};
@@ -12,16 +12,17 @@ use std::time::{Duration, Instant};
 use crate::Connection;
 use crate::lines::Socket;
 
-/// Maximum number of clients of one socket. QEMU serves one; an operator, a manager and some watchers are a handful.
+/// Maximum number of clients of one socket. QEMU serves one. An operator, a manager and some monitoring programs need about
+/// five.
 pub const MAX_CLIENTS: usize = 64;
 
-/// Timeout of a write to a client, after which the client is disconnected.
+/// Timeout of a write to a client; a client that exceeds it is disconnected.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Time for the last answers when the server ends.
+/// Time to send the last answers when the server ends.
 const FINAL_WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Delay after a failed accept: the system may have no descriptor left.
+/// Delay after a failed accept. The system may have no file descriptor left.
 const EXHAUSTED: Duration = Duration::from_millis(100);
 
 /// A listening socket.
@@ -57,10 +58,11 @@ impl AsFd for BoundSocket {
     }
 }
 
-/// Serves one client, on its own thread.
+/// Function that serves one client, called in a thread of its own.
 pub type ServeClient = dyn Fn(Socket) + Send + Sync;
 
-/// The clients of a socket. Dropping it disconnects them, once pending answers are sent or after two seconds.
+/// The clients of a socket. Dropping this value disconnects them after pending answers are sent, but at the latest after two
+/// seconds.
 #[derive(Debug)]
 pub struct Clients(Arc<Shared>);
 
@@ -73,7 +75,8 @@ struct Shared {
 }
 
 impl Clients {
-    /// Serves the clients of `listener`, [`MAX_CLIENTS`] at a time; sends `refusal` to further ones.
+    /// Starts to serve the clients of `listener`, at most [`MAX_CLIENTS`] at a time. Further clients receive `refusal` and are
+    /// disconnected.
     ///
     /// # Errors
     /// If the system cannot start a thread.
@@ -100,7 +103,7 @@ impl Drop for Clients {
     fn drop(&mut self) {
         let shared = &self.0;
         shared.ended.store(true, Ordering::Release);
-        // Wakes the thread in `accept`; Linux supports this for UNIX and TCP sockets.
+        // Wakes the thread that waits in `accept`. Linux supports this for UNIX and TCP sockets.
         let _ = rustix::net::shutdown(&shared.listener, rustix::net::Shutdown::Both);
         let deadline = Instant::now() + FINAL_WRITE_TIMEOUT;
         let mut served = shared.served();
@@ -144,7 +147,7 @@ impl Shared {
         }
     }
 
-    /// Starts to serve a client, if the limit allows it.
+    /// Starts a thread that serves a client. Returns false if the limit is reached.
     fn take(self: &Arc<Self>, socket: &Socket, serve: &Arc<ServeClient>) -> bool {
         let Ok(ours) = socket.try_clone().map(Arc::new) else {
             return false;
@@ -164,7 +167,7 @@ impl Shared {
             shared,
             socket: ours,
         };
-        // If no thread starts, its closure is dropped, and with it the guard, which removes the client.
+        // If the thread cannot start, its closure is dropped, including the guard, which removes the client from the list.
         thread::Builder::new()
             .name("qmp/client".to_owned())
             .spawn(move || {
@@ -176,7 +179,7 @@ impl Shared {
     }
 }
 
-/// Removes a client from the list, however its thread ends.
+/// Removes a client from the list when dropped, even after a panic in its thread.
 struct ClientGuard {
     shared: Arc<Shared>,
     socket: Arc<Socket>,

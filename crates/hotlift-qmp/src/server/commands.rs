@@ -2,22 +2,22 @@
 
 use serde_json::{Value, json};
 
-/// Runs QMP's commands.
+/// Executes QMP commands, for the server.
 pub trait Commands: Send + Sync {
     /// Executes `command`. `arguments` are an object, or null for none.
     ///
     /// # Errors
-    /// [`Refusal`], in QEMU's wording if it exists.
+    /// [`Refusal`], with QEMU's own text if QEMU has one for this case.
     fn execute(&self, command: &str, arguments: &Value) -> Result<Value, Refusal>;
 }
 
-/// Refusal of a command; a client finds it in `error`.
+/// Refusal of a command, sent to the client as the member `error`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{desc}")]
 pub struct Refusal {
-    /// `GenericError` or `CommandNotFound`.
+    /// QEMU's error class: `GenericError` or `CommandNotFound`.
     pub class: &'static str,
-    /// Text for people.
+    /// Description for the operator.
     pub desc: String,
 }
 
@@ -30,7 +30,7 @@ impl Refusal {
         }
     }
 
-    /// Returns a refusal of the class `CommandNotFound`: the command does not exist, or not now.
+    /// Returns a refusal of the class `CommandNotFound`: the command does not exist, or is not available now.
     pub fn not_found(desc: impl Into<String>) -> Self {
         Self {
             class: "CommandNotFound",

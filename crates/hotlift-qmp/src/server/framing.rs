@@ -1,22 +1,22 @@
-//! Splits a byte stream into JSON values. QMP has no lines: a value ends where its brackets close, and white space between
-//! values is optional.
+//! Splits a byte stream into JSON values. QMP does not require lines: a value ends with its last closing bracket, and white
+//! space between values is optional.
 
 use serde_json::Value;
 
 use crate::http::is_http;
 
-/// Longest request, in bytes. QEMU's limit is 64 MiB (`MAX_TOKEN_SIZE`). The longest real request has some hundred bytes, and a
-/// parsed value takes up to 16 times its text, for each client.
+/// Maximum length of a request, in bytes. QEMU's limit is 64 MiB (`MAX_TOKEN_SIZE`). Real requests have at most some hundred
+/// bytes. The limit is low because a parsed value takes up to 16 times the memory of its text, for each client.
 pub const MAX_REQUEST: usize = 64 << 10;
 
-/// Maximum nesting. QEMU's limit is 1024 (`MAX_NESTING`); this is `serde_json`'s.
+/// Maximum nesting depth. QEMU's limit is 1024 (`MAX_NESTING`); 127 is the limit of `serde_json`.
 pub const MAX_NESTING: usize = 127;
 
-/// Splits the input of a client.
+/// Splits the input of one client.
 #[derive(Debug, Default)]
 pub(super) struct Framing {
     buffer: Vec<u8>,
-    /// Number of examined bytes of `buffer`.
+    /// Number of bytes of `buffer` that were examined.
     examined: usize,
     depth: usize,
     inside: Inside,
@@ -32,7 +32,7 @@ enum Inside {
     String,
     /// Inside a string, directly after a backslash.
     Escape,
-    /// A number or keyword outside of brackets.
+    /// In a number or keyword outside of brackets.
     Word,
 }
 
@@ -40,11 +40,11 @@ enum Inside {
 #[derive(Debug, PartialEq)]
 pub(super) enum Found {
     Value(Value),
-    /// Invalid JSON, with the reason.
+    /// Invalid JSON, with the error message.
     Nonsense(String),
-    /// The peer is a browser: the rest of the stream is ignored.
+    /// The peer sends HTTP, as a browser does. The rest of the stream is ignored.
     Http,
-    /// A limit was exceeded; the rest of the stream is ignored.
+    /// The input exceeds a limit, with the error message. The rest of the stream is ignored.
     TooMuch(&'static str),
 }
 
@@ -54,7 +54,7 @@ impl Framing {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// Returns the next value in the input.
+    /// Returns the next value in the input; `None` if no complete value has arrived.
     pub(super) fn next(&mut self) -> Option<Found> {
         while let Some(&byte) = self.buffer.get(self.examined) {
             if self.examined >= MAX_REQUEST {
@@ -67,8 +67,8 @@ impl Framing {
                 (Inside::String, b'\\') => self.inside = Inside::Escape,
                 (Inside::String, b'"') if self.depth == 0 => return Some(self.found(0)),
                 (Inside::String, b'"') => self.inside = Inside::Brackets,
-                // A string has no raw control characters. The input so far is invalid, and a new value starts here: after a
-                // missing quote the client's next line is valid again.
+                // A string must not contain control characters. So the input up to here is invalid, and a new value starts
+                // after it. The client's next line is then valid again, even if a quote was missing.
                 (Inside::String, ..0x20) => return Some(self.found(0)),
                 (Inside::String, _) => {}
                 (Inside::Word, b' ' | b'\t' | b'\r' | b'\n' | b'{' | b'[' | b'"') => {
@@ -97,7 +97,7 @@ impl Framing {
         None
     }
 
-    /// Removes the examined bytes, except the last `less` ones.
+    /// Parses the examined bytes without the last `less`, and removes the parsed bytes from the buffer.
     fn found(&mut self, less: usize) -> Found {
         let found = parse(&self.buffer[..self.examined - less]);
         self.take(less);

@@ -8,7 +8,7 @@
 //! | `session` | session of one client: greeting, negotiation, commands |
 //! | `outbox` | queue of messages to a client; events never block |
 //!
-//! A client cannot block the program: events go into a bounded queue, and a client with a full queue is disconnected.
+//! A client cannot block the program. Events go into a bounded queue, and a client whose queue is full is disconnected.
 
 mod clients;
 mod commands;

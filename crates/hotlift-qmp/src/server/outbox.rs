@@ -1,4 +1,4 @@
-//! Queue of messages to a client.
+//! Queue of messages from the server to one client.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -11,7 +11,8 @@ use crate::lines::Socket;
 /// Maximum number of queued events; a client that exceeds it is disconnected. A migration sends some dozens of events.
 pub const MAX_EVENTS_WAITING: usize = 1024;
 
-/// A queue of messages for the thread that writes to the client: at most one answer, and [`MAX_EVENTS_WAITING`] events.
+/// A queue of messages for the thread that writes to the client. It contains at most one answer and [`MAX_EVENTS_WAITING`]
+/// events.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
     state: Mutex<State>,
@@ -22,9 +23,9 @@ pub(super) struct Outbox {
 struct State {
     waiting: VecDeque<(OutboxEntry, Arc<[u8]>)>,
     answers: usize,
-    /// No more messages will be queued.
+    /// True if no more messages will be queued.
     finished: bool,
-    /// No more messages are written.
+    /// True if no more messages are written.
     closed: bool,
 }
 
@@ -39,7 +40,7 @@ impl Outbox {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until the previous answer is written, and queues an answer; false if the queue is closed.
+    /// Waits until the previous answer was written, and queues an answer. Returns false if the queue is closed.
     pub(super) fn answer(&self, line: Vec<u8>) -> bool {
         let mut state = self.lock();
         while state.answers > 0 && !state.closed {
@@ -57,7 +58,7 @@ impl Outbox {
         true
     }
 
-    /// Queues an event without waiting; false if the queue is full.
+    /// Queues an event without waiting. Returns false if the queue is full.
     fn event(&self, line: &Arc<[u8]>) -> bool {
         let mut state = self.lock();
         if state.waiting.len() >= MAX_EVENTS_WAITING {
@@ -70,7 +71,7 @@ impl Outbox {
         true
     }
 
-    /// Returns the next message to write; `None` once all are written and no more will come.
+    /// Waits for the next message to write. Returns `None` if the queue is closed, or is finished and empty.
     fn next(&self) -> Option<(OutboxEntry, Arc<[u8]>)> {
         let mut state = self.lock();
         loop {
@@ -90,7 +91,7 @@ impl Outbox {
         }
     }
 
-    /// Writes messages until all are written after [`Outbox::finish`], or a write fails.
+    /// Writes messages until a write fails, or until [`Outbox::finish`] was called and all messages are written.
     pub(super) fn write_to(&self, mut socket: &Socket) {
         use std::io::Write;
         while let Some((what, line)) = self.next() {
@@ -105,20 +106,20 @@ impl Outbox {
         self.close();
     }
 
-    /// Marks the end of the messages.
+    /// Marks the end of the messages: those in the queue are still written.
     pub(super) fn finish(&self) {
         self.lock().finished = true;
         self.changed.notify_all();
     }
 
-    /// Stops all writes, and wakes the waiting threads.
+    /// Stops all writes, and wakes the threads that wait for the queue.
     fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_all();
     }
 }
 
-/// Sends events to all clients that have negotiated. Clones send to the same clients.
+/// Sends events to all clients that have finished the negotiation (`qmp_capabilities`). All clones share the same clients.
 #[derive(Debug, Clone, Default)]
 pub struct Events(Arc<Mutex<Vec<Listening>>>);
 
@@ -139,7 +140,8 @@ impl Events {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends the event `name` with the current time. Never waits for a client: one that does not read is disconnected.
+    /// Sends the event `name` with the current time to all clients. Does not wait: a client whose queue is full is
+    /// disconnected.
     pub fn send(&self, name: &str, data: Option<&Value>) {
         let mut clients = self.lock();
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
@@ -175,7 +177,7 @@ impl Events {
     }
 }
 
-/// Encodes a message as a line; QEMU uses the same line end.
+/// Encodes a message as a line, with the same line end as QEMU.
 pub(super) fn line(message: &Value) -> Vec<u8> {
     let mut line = message.to_string().into_bytes();
     line.extend_from_slice(b"\r\n");

@@ -12,24 +12,24 @@ use super::outbox::{Events, Outbox, line};
 use crate::http::HTTP;
 use crate::lines::Socket;
 
-/// Message to a client above the limit.
+/// Message to a client that connects when [`MAX_CLIENTS`](super::MAX_CLIENTS) are connected.
 pub const TOO_MANY_CLIENTS: &[u8] =
     b"{\"error\": {\"class\": \"GenericError\", \"desc\": \"too many clients: end another one first\"}}\r\n";
 
 /// Error for a TCP peer whose first bytes are not QMP.
 const NO_QMP: &str = "the first bytes are not QMP: the connection is closed";
 
-/// Bytes per read.
+/// Number of bytes requested by each read.
 const CHUNK: usize = 4 << 10;
 
-/// Serves `socket` until its client disconnects or exceeds a limit. `version` is sent in the greeting, in the format of
-/// `query-version`.
+/// Serves `socket` until its client disconnects or exceeds a limit. The greeting contains `version`, in the format of the
+/// answer of `query-version`.
 ///
-/// Invalid input is answered with an error, as in QEMU. Before the negotiation invalid input on TCP also ends the connection:
-/// every program of the host and every page in its browsers can reach such a socket. HTTP always ends the connection.
+/// Invalid input is answered with an error, as in QEMU. On TCP, invalid input before the negotiation also ends the connection:
+/// every program on the host, and every web page in its browsers, can connect to a TCP socket. HTTP always ends the connection.
 ///
 /// # Errors
-/// The system's error if the client cannot be served; [`io::ErrorKind::InvalidData`] if the peer is not a QMP client.
+/// The system's error if the client cannot be served; [`io::ErrorKind::InvalidData`] if the peer does not send QMP.
 pub fn serve_client(
     socket: Socket,
     version: &Value,
@@ -52,7 +52,7 @@ pub fn serve_client(
     })
 }
 
-/// Removes a disconnected client and ends its writer, even after a panic of a command.
+/// When dropped, removes the client and ends its writer thread, even after a panic in a command.
 struct DisconnectGuard<'a>(&'a Events, &'a Arc<Outbox>);
 
 impl Drop for DisconnectGuard<'_> {
@@ -75,7 +75,7 @@ impl Session<'_> {
         outbox: &Arc<Outbox>,
         events: &Events,
     ) -> io::Result<()> {
-        // No command may be executed out of band, so that capability is not offered.
+        // The capability for out-of-band commands is not offered, since the server executes none.
         let greeting = json!({ "QMP": { "version": version, "capabilities": [] } });
         if !outbox.answer(line(&greeting)) {
             return Ok(());
@@ -153,7 +153,7 @@ impl Session<'_> {
     }
 }
 
-/// Returns command and arguments of a request; refuses invalid members in QEMU's wording.
+/// Returns the command and the arguments of a request. Refuses invalid members with QEMU's texts.
 fn request_of(members: &Map<String, Value>) -> Result<(&str, &Value), Refusal> {
     let wrong =
         |name: &str, what: &str| Refusal::generic(format!("QMP input member '{name}' {what}"));
@@ -180,7 +180,7 @@ fn request_of(members: &Map<String, Value>) -> Result<(&str, &Value), Refusal> {
     Ok((command, arguments))
 }
 
-/// Handles `qmp_capabilities`: none are offered, so none can be enabled.
+/// Executes `qmp_capabilities`. The server offers no capability, so a request to enable one is refused.
 fn negotiate(arguments: &Value) -> Result<(), Refusal> {
     let Value::Object(arguments) = arguments else {
         return Ok(());
