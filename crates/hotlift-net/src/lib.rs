@@ -1,19 +1,20 @@
 //! Connections between two hosts: sockets by address, admission of unauthenticated clients, and conversations.
 //!
-//! Each module uses those above it.
+//! Each module uses only the modules above it.
 //!
 //! | module | subject |
 //! |---|---|
 //! | [`transport`] | sockets by address, TLS on them |
-//! | [`admission`] | accepts all connections: limits on handshakes and waiting connections, classification by first bytes |
-//! | [`conversation`] | negotiation of a migration: one hello, then lines of JSON |
+//! | [`admission`] | accepts connections: limits handshakes and pending connections, classifies each connection by its first
+//! bytes |
+//! | [`conversation`] | negotiation of a migration: a hello message, then lines of JSON |
 //!
-//! Options and the lifetime of a migration are not part of this crate. A wait that a migration can interrupt takes a
+//! This crate does not know the options and the lifetime of a migration. A wait that a migration can interrupt takes a
 //! [`transport::Stop`]. The engine decides which connections belong to one migration.
 //!
 //! # Example
 //!
-//! A listener on loopback admits a client and classifies it by its first bytes.
+//! A listener on loopback admits a client, and classifies the client's connection by its first bytes.
 //!
 //! ```
 //! use std::io::Write;

@@ -10,16 +10,16 @@ use hotlift_wire::settle::TOKEN_LEN;
 use super::connection_class::{BROKEN, ConnectionClass, peek_class};
 use crate::transport::Stream;
 
-/// An accepted connection; with TLS, after its handshake. It is classified once, by the first listener that reads its first
-/// bytes.
+/// An accepted connection. With TLS, its handshake is complete. The listener that reads the first bytes classifies the
+/// connection once.
 #[derive(Debug)]
 pub struct Admitted {
     /// The connection.
     pub stream: Stream,
-    /// Time at which its current listener accepted it.
+    /// Time at which the current listener accepted the connection.
     pub since: Instant,
     pub(crate) head: ConnectionClass,
-    /// True if the peer has presented the token of this migration.
+    /// True if the peer has presented the token of this migration (see [`ConnectionToken`](super::ConnectionToken)).
     pub has_passed: bool,
 }
 
@@ -35,7 +35,7 @@ impl Admitted {
         }
     }
 
-    /// Creates a connection of the class `head`.
+    /// Creates a connection whose class `head` is already known.
     #[must_use]
     pub fn seen(stream: Stream, since: Instant, head: ConnectionClass) -> Self {
         Self {
@@ -44,37 +44,38 @@ impl Admitted {
         }
     }
 
-    /// Classifies the connection by the first bytes that have arrived. Peeks at them only until the class is known.
+    /// Classifies the connection by the bytes that have arrived. Peeks at the bytes, and stops once the class is known.
     pub fn classify(&mut self) -> ConnectionClass {
         match self.head {
             ConnectionClass::Partial => self.head = peek_class(&self.stream),
-            // A reset discards the bytes that were peeked.
+            // After a reset the peeked bytes are lost.
             _ if self.stream.is_reset() => self.head = ConnectionClass::Gone(BROKEN),
             _ => {}
         }
         self.head
     }
 
-    /// Returns the class that [`Self::classify`] found last.
+    /// Returns the class that the last [`Self::classify`] found.
     #[must_use]
     pub fn head(&self) -> ConnectionClass {
         self.head
     }
 
-    /// Consumes the token that was presented ([`ConnectionToken::is_presented_by`](super::ConnectionToken::is_presented_by))
-    /// and sets [`Self::has_passed`]. The bytes after the token decide the class. Returns false if the connection is broken.
+    /// Consumes the presented token ([`ConnectionToken::is_presented_by`](super::ConnectionToken::is_presented_by)) and sets
+    /// [`Self::has_passed`]. The bytes after the token determine the class from now on. Returns false if the connection is
+    /// broken.
     pub fn consume_token(&mut self) -> bool {
         self.head = ConnectionClass::Partial;
         self.has_passed = self.take_token();
         self.has_passed
     }
 
-    /// Consumes its token; returns false if the connection is broken.
+    /// Consumes the connection's token. Returns false if the connection is broken.
     pub fn take_token(&self) -> bool {
         self.take([0; TOKEN_LEN])
     }
 
-    /// Consumes a channel's opening packet; returns false if the connection is broken.
+    /// Consumes the opening packet of a multifd channel. Returns false if the connection is broken.
     pub fn take_opening(&self) -> bool {
         self.take([0; INITIAL_PACKET_LEN])
     }

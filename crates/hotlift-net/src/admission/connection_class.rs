@@ -10,40 +10,40 @@ use crate::transport::Stream;
 /// First bytes of the main channel (`QEMU_VM_FILE_MAGIC`).
 const MAIN_MAGIC: [u8; 4] = *b"QEVM";
 
-/// First bytes of the main channel of a postcopy that is resumed: the command RECV_BITMAP.
+/// First bytes of the main channel when an interrupted postcopy is resumed: the command RECV_BITMAP.
 pub const RESUMED_MAGIC: [u8; 3] = [0x08, 0x00, 0x0a];
 
-/// Length of a main channel's magic and version. A source always sends more after them, so these bytes alone decide nothing.
+/// Length of a main channel's magic and version. A source always sends more, so a connection that ends here has failed.
 const MAIN_HEAD: usize = 8;
 
-/// Reason for refusing a connection that broke.
+/// Reason for refusing a connection that was reset.
 pub const BROKEN: &str = "a connection that was reset";
 
 /// Reason for refusing a connection with unknown first bytes.
 pub const NO_STREAM: &str = "a connection that does not start as a migration stream";
 
-/// Purpose of a connection, as its first bytes show it.
+/// Purpose of a connection, derived from its first bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ConnectionClass {
-    /// Not enough bytes yet.
+    /// More bytes are needed to classify the connection.
     Partial,
     /// The main channel of a migration.
     Main,
     /// The main channel of an interrupted postcopy that is resumed.
     Resumed,
-    /// A multifd channel, with its opening packet.
+    /// A multifd channel; contains its opening packet.
     Channel(InitialPacket),
-    /// A multifd channel of Hotlift with another protocol version.
+    /// A multifd channel of a Hotlift with this other version of the protocol.
     OtherVersion(u16),
-    /// A connection that a conversation has announced, with its token.
+    /// A connection that a conversation has announced; contains the presented token.
     Token([u8; 16]),
-    /// A question about the migration with this id.
+    /// A question about the outcome of the migration with this id.
     Question([u8; 16]),
     /// The first message of a conversation.
     Hello,
-    /// Anything else, with the reason.
+    /// No known kind of connection, with the reason for refusing it.
     Other(&'static str),
-    /// A connection that closed without a byte or was reset, with the reason.
+    /// A connection that was reset, or closed before its first byte, with the reason for the log.
     Gone(&'static str),
 }
 

@@ -1,4 +1,4 @@
-//! Queue between two listeners: connections that one has admitted, and the other accepts.
+//! Queue between two listeners: the first listener admits the connections, and the second accepts them from the queue.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,7 +16,7 @@ use crate::transport::Stream;
 #[derive(Debug)]
 struct Queue {
     state: Mutex<State>,
-    /// A semaphore that counts the waiting connections, for polling.
+    /// Semaphore that counts the queued connections. Its descriptor is readable while the count is not zero.
     count: OwnedFd,
 }
 
@@ -24,7 +24,7 @@ struct Queue {
 struct State {
     waiting: VecDeque<Admitted>,
     is_open: bool,
-    /// True after the first accept.
+    /// True after the listener has accepted its first connection.
     is_begun: bool,
 }
 
@@ -52,17 +52,17 @@ pub(super) struct QueueListener {
 pub struct ConnectionSender(Arc<Queue>);
 
 impl ConnectionSender {
-    /// Sends `one` to the listener.
+    /// Queues `one` for the listener.
     ///
     /// # Errors
-    /// `one` itself if the listener is closed or its queue is full.
+    /// The connection itself, if the listener is closed or its queue is full.
     pub fn send(&self, one: Admitted) -> Result<(), Admitted> {
         let mut state = self.0.lock();
         if !state.takes() {
             return Err(one);
         }
         state.waiting.push_back(one);
-        // The counter's maximum is 2^64 - 2.
+        // Cannot overflow: the counter's maximum is 2^64 - 2.
         let _ = rustix::io::write(&self.0.count, &1_u64.to_ne_bytes());
         Ok(())
     }
@@ -79,8 +79,8 @@ impl ConnectionSender {
         self.0.lock().waiting.len()
     }
 
-    /// Returns true if the client disconnected before the first accept: connections wait, and each of them is closed, as its
-    /// socket or `has_closed` reports.
+    /// Returns true if the client has disconnected before the listener accepted anything. That is the case if connections are
+    /// queued, and all of them are closed according to their socket or to `has_closed`.
     pub fn is_deserted(&self, has_closed: &dyn Fn(&Stream) -> bool) -> bool {
         let state = self.0.lock();
         let has_gone = |stream: &Stream| stream.is_hung_up() || has_closed(stream);
@@ -91,7 +91,7 @@ impl ConnectionSender {
 }
 
 impl QueueListener {
-    /// Creates both ends.
+    /// Creates both ends of a queue. `is_local` is true if all connections come from this host.
     ///
     /// # Errors
     /// If the system has no file descriptor left.
@@ -109,12 +109,12 @@ impl QueueListener {
         Ok((Self { queue, is_local }, sender))
     }
 
-    /// Returns true if all connections are from this host, so that no lost segment delays one.
+    /// Returns true if all connections come from this host: no lost TCP segment can delay them.
     pub(super) fn is_local(&self) -> bool {
         self.is_local
     }
 
-    /// Takes the oldest waiting connection.
+    /// Removes and returns the oldest queued connection; `None` if the queue is empty.
     pub(super) fn take(&self) -> Option<Admitted> {
         let mut state = self.queue.lock();
         let one = state.waiting.pop_front()?;
@@ -125,7 +125,7 @@ impl QueueListener {
 }
 
 impl QueueListener {
-    /// Closes the queue, and returns the waiting connections.
+    /// Closes the queue, and returns the queued connections.
     pub(super) fn close(&self) -> VecDeque<Admitted> {
         let mut state = self.queue.lock();
         state.is_open = false;

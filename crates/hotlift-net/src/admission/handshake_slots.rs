@@ -1,19 +1,21 @@
-//! Slots of concurrent TLS handshakes. No I/O, no clock.
+//! Slots that limit the number of concurrent TLS handshakes. No I/O, no clock.
 
 use std::time::{Duration, Instant};
 
 use super::limits::HANDSHAKES;
 
-/// Age at which a new connection may interrupt a handshake when all slots are taken: enough for two round trips of any network
-/// and the computation. Without interruption, [`HANDSHAKES`] silent connections would block all others for ten seconds.
+/// Age from which a handshake may be interrupted for a new connection when all slots are taken. It suffices for two round trips
+/// on any network and the computation. Without interruption, [`HANDSHAKES`] silent connections would block all others for ten
+/// seconds.
 const PROTECTED_TIME: Duration = Duration::from_secs(1);
 
-/// The same for a host with more than half of the slots. A Hotlift opens its connections one after another, and needs one slot.
+/// The same age for a host with more than half of the slots. It may be short: a Hotlift opens its connections one after
+/// another, and needs one slot.
 const PROTECTED_TIME_CROWDED: Duration = Duration::from_millis(100);
 
-/// Running handshakes, each with a handle to interrupt it.
+/// Handshakes in progress, each with a handle of type `T` that interrupts it.
 pub(super) struct HandshakeSlots<T> {
-    /// Oldest first.
+    /// Taken slots, the oldest first.
     taken: Vec<HandshakeSlot<T>>,
     /// Number of the last handshake.
     next: u64,
@@ -34,17 +36,17 @@ impl<T> HandshakeSlots<T> {
         }
     }
 
-    /// Returns the times at which the connections were accepted.
+    /// Returns the times at which the connections in the slots were accepted.
     pub(super) fn since(&self) -> impl Iterator<Item = Instant> + '_ {
         self.taken.iter().map(|slot| slot.since)
     }
 
-    /// Returns true if a slot is free, or can be freed by an interruption.
+    /// Returns true if a slot is free, or a handshake may be interrupted for a new connection.
     pub(super) fn has_room(&self, now: Instant) -> bool {
         self.until_room(now).is_zero()
     }
 
-    /// Returns the time until a slot is available if no handshake ends before.
+    /// Returns the time until a handshake may be interrupted for a new connection; zero if a slot is available now.
     pub(super) fn until_room(&self, now: Instant) -> Duration {
         if self.taken.len() < HANDSHAKES {
             return Duration::ZERO;
@@ -54,8 +56,8 @@ impl<T> HandshakeSlots<T> {
         first.saturating_duration_since(now)
     }
 
-    /// If no slot is free, removes the handshake to interrupt for a new one, preferably of a host with more than half of the
-    /// slots.
+    /// Chooses the handshake to interrupt for a new connection, and frees its slot. Prefers a host with more than half of the
+    /// slots. Returns `None` if a slot is free.
     pub(super) fn make_room(&mut self, now: Instant) -> Option<T> {
         if self.taken.len() < HANDSHAKES {
             return None;
@@ -87,7 +89,7 @@ impl<T> HandshakeSlots<T> {
         self.next
     }
 
-    /// Takes a slot for handshake `number` of a connection from the host `from`.
+    /// Occupies a slot for the handshake `number`, whose connection comes from the host `from`.
     pub(super) fn take(&mut self, number: u64, from: String, since: Instant, handshake: T) {
         self.taken.push(HandshakeSlot {
             number,
@@ -97,7 +99,7 @@ impl<T> HandshakeSlots<T> {
         });
     }
 
-    /// Frees the slot of the handshake `number`; `None` if it was interrupted.
+    /// Frees the slot of the handshake `number`. Returns `None` if the handshake was interrupted before.
     pub(super) fn free(&mut self, number: u64) -> Option<T> {
         let slot = self.taken.iter().position(|it| it.number == number)?;
         Some(self.taken.remove(slot).handshake)
@@ -126,7 +128,7 @@ mod tests {
             let mut slots = HandshakeSlots::new();
             let mut now = Instant::now();
             for stranger in 0..10_000 {
-                // The caller also waits until there is room.
+                // The caller also waits until a slot is available.
                 now += slots.until_room(now);
                 assert!(slots.has_room(now));
                 enter(&mut slots, &format!("host {}", stranger % hosts), now);

@@ -1,4 +1,4 @@
-//! TLS handshakes of accepted connections, each in its own thread, since an unauthenticated peer may take seconds.
+//! TLS handshakes of accepted connections. Each has its own thread, since an unauthenticated peer may delay it for seconds.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,33 +16,33 @@ use super::handshake_slots::HandshakeSlots;
 use super::limits::HANDSHAKES;
 use crate::transport::wait_readable;
 
-/// Number and result of a handshake.
+/// Number of a handshake, and its result.
 type Ended = (u64, Accepted);
 
-/// A connection that was refused.
+/// A connection whose TLS handshake failed.
 #[derive(Debug, thiserror::Error)]
 #[error("a connection from {from}")]
 pub struct Refused {
-    /// IP address of the peer, or a description of it.
+    /// IP address of the peer, or "this host" for a UNIX socket.
     pub from: String,
-    /// Reason of the handshake's failure.
+    /// Reason why the handshake failed.
     pub source: TlsError,
 }
 
-/// An admitted connection, or its refusal.
+/// An admitted connection, or the reason for its refusal.
 pub(super) type Accepted = Result<Admitted, Refused>;
 
-/// Running handshakes.
+/// Handshakes in progress.
 pub(super) struct Handshakes {
     tls: Arc<Tls>,
     pub(super) slots: HandshakeSlots<RunningHandshake>,
     ended: (Sender<Ended>, Receiver<Ended>),
-    /// Readable after the end of a handshake.
+    /// Socket pair: the first is readable after the end of a handshake.
     wake: (UnixStream, UnixStream),
 }
 
 pub(super) struct RunningHandshake {
-    /// Duplicate of the socket, to interrupt the handshake.
+    /// Duplicate of the socket, whose shutdown interrupts the handshake.
     socket: OwnedFd,
     thread: JoinHandle<()>,
 }
@@ -60,12 +60,12 @@ impl Handshakes {
         })
     }
 
-    /// Returns the descriptor to poll for finished handshakes.
+    /// Returns the descriptor that is readable after the end of a handshake.
     pub(super) fn wake(&self) -> &UnixStream {
         &self.wake.0
     }
 
-    /// Begins the handshake of `one`. Call it only if there is room.
+    /// Starts the handshake of `one` in a new thread. Must be called only if a slot is available.
     ///
     /// # Errors
     /// If the system has no file descriptor or thread left.
@@ -92,7 +92,7 @@ impl Handshakes {
                 });
                 let admitted = secured.map(|stream| Admitted::new(stream, since));
                 let _ = ended.send((number, admitted));
-                // If the socket is full, the reader wakes anyway.
+                // If the wake socket is full, the reader wakes up in any case.
                 let _ = (&wake).write(&[0]);
             })?;
         self.slots
@@ -100,7 +100,7 @@ impl Handshakes {
         Ok(())
     }
 
-    /// Returns the handshakes that have finished since the last call.
+    /// Returns the results of the handshakes that have finished since the last call.
     pub(super) fn take_ended(&mut self) -> Vec<Accepted> {
         let mut bytes = [0; HANDSHAKES];
         while matches!((&self.wake.0).read(&mut bytes), Ok(1..)) {}
@@ -108,7 +108,7 @@ impl Handshakes {
         while let Ok((number, accepted)) = self.ended.1.try_recv() {
             match self.slots.free(number) {
                 Some(handshake) => drop(handshake.thread.join()),
-                // The handshake succeeded, but was interrupted to make room: its socket is shut down.
+                // The handshake succeeded, but was interrupted for a new connection, so its socket is shut down.
                 None if accepted.is_ok() => continue,
                 None => {}
             }
@@ -132,10 +132,11 @@ impl Drop for Handshakes {
     }
 }
 
-/// Longest wait for a refused peer to read the reason.
+/// Maximum time to wait until a refused peer has read the reason.
 const READING: Duration = Duration::from_millis(500);
 
-/// Lets the peer of a refused connection read the reason: closing a socket with unread data discards what was sent.
+/// Waits until the peer of a refused connection has read the reason. Without the wait, closing a socket with unread data would
+/// discard the reason.
 fn linger(socket: &OwnedFd) {
     let deadline = Instant::now() + READING;
     let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);

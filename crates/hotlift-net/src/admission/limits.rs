@@ -1,45 +1,47 @@
-//! Limits of all waiting connections, by kind: their number, their time, and TLS or not.
+//! Limits of all pending connections, by kind: their number, their time, and if TLS is required.
 //!
 //! | connections | TLS | number | time |
 //! |---|---|---|---|
 //! | in a handshake, at any listener | always | `HANDSHAKES` | `handshake_slots.rs` |
 //! | of a migration, at its destination or relay | by its options | `CHANNELS` | `handshake-timeout` |
-//! | that received an outcome | as their migration | `CONFIRMATIONS` | `CONFIRMATION` |
-//! | callers of `serve`, `hotlift-bench --serve` and an agent | by the options; an agent: always | `CALLERS` | `HELLO` |
-//! | of this host's QEMUs, redirected to its agent | never: the agent adds it | `REDIRECTED` | `SILENCE` |
-//! | between two listeners | as at the first listener | `QUEUED` | the migration's |
-//! | that may be a QEMU's preempt channel | as their migration | `CANDIDATES` | the migration's |
+//! | that received the outcome of a migration | as their migration | `CONFIRMATIONS` | `CONFIRMATION` |
+//! | clients of `serve`, `hotlift-bench --serve` and an agent, before their request | by the options; an agent: always |
+//! `CALLERS` | `HELLO` |
+//! | of this host's QEMUs, redirected to the agent of this host | never: the agent adds it | `REDIRECTED` | `SILENCE` |
+//! | in the queue between two listeners | as at the first listener | `QUEUED` | the migration's |
+//! | that may be the preempt channel of a QEMU | as their migration | `CANDIDATES` | the migration's |
 //! | of a file server, before the name of a file | by the options | `VISITORS` | `OPENING` |
-//! | that read a file | by the options | `READERS`, `READERS_OF_ONE` of one host | `READER_IDLE` without a request |
+//! | that read a file | by the options | `READERS`; `READERS_OF_ONE` for each client | `READER_IDLE` without a request |
 //! | that read an agent's metrics | never: on loopback | 1 | `METRICS` |
 //!
 //! A client of a monitor does not wait: it is served or refused immediately (`hotlift-qmp/src/server/clients.rs`).
 
 use std::time::Duration;
 
-/// Limits of waiting connections.
+/// Limits of one kind of pending connections.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Number of waiting connections. A further one replaces the oldest.
+    /// Maximum number of pending connections. One more replaces the oldest.
     pub most: usize,
-    /// Time that each may wait; [`Duration::MAX`] is no limit.
+    /// Maximum time for which each connection may be pending; [`Duration::MAX`] means no limit.
     pub max_wait: Duration,
 }
 
-/// Limit of concurrent handshakes. Further connections wait in the listener's queue, at no cost to this process.
+/// Maximum number of concurrent handshakes. More connections wait in the accept queue of the kernel, at no cost to this
+/// process.
 pub(super) const HANDSHAKES: usize = 64;
 
-/// Limit of a migration's unclassified connections, and of those kept for the next one. A source sends first bytes as soon as
-/// it connects, so a further connection replaces the oldest silent one.
+/// Maximum number of a migration's unclassified connections, and of connections kept for the next migration. A source sends its
+/// first bytes as soon as it connects. So one more connection replaces the oldest silent one.
 pub const CHANNELS: usize = 64;
 
-/// Returns the limits of a migration's unclassified connections, with the time `max_wait` for each.
+/// Returns the limits of a migration's unclassified connections, each of which may be pending for `max_wait`.
 pub const fn channels(max_wait: Duration) -> Limits {
     let most = CHANNELS;
     Limits { most, max_wait }
 }
 
-/// Time for a peer to confirm an outcome.
+/// Maximum time for a peer to confirm that it has received an outcome.
 const CONFIRMATION: Duration = Duration::from_secs(5);
 
 /// Limits of connections that received an outcome and have not confirmed it.
@@ -48,53 +50,54 @@ pub const CONFIRMATIONS: Limits = Limits {
     max_wait: CONFIRMATION,
 };
 
-/// Time for a caller to send its hello.
+/// Maximum time for a client to send its hello.
 const HELLO: Duration = Duration::from_secs(10);
 
-/// Limits of callers before their hello. A client sends it immediately.
+/// Limits of clients that have not sent their hello. A client sends its hello as soon as it connects.
 pub(crate) const CALLERS: Limits = Limits {
     most: 64,
     max_wait: HELLO,
 };
 
-/// Time without a byte after which a local client counts as one that waits for the server to send first, as an NBD client
-/// does: it then waits this much longer, once for each disk. A migration that is slower is passed through unread.
+/// Time without a byte from a local client, after which the agent assumes that the client waits for the server to send first.
+/// An NBD client does so, and waits this long once for each disk. A migration whose first byte comes later is forwarded unread.
 pub const SILENCE: Duration = Duration::from_secs(1);
 
-/// Limits of an agent's unclassified connections: of migrations, and of libvirt's copies of disks.
+/// Limits of an agent's unclassified connections: those of migrations, and of libvirt's copies of disks.
 pub const REDIRECTED: Limits = Limits {
     most: 1024,
     max_wait: SILENCE,
 };
 
-/// Limit of connections that wait for a migration to accept them: the most channels, a main channel, and some of the next
-/// migration.
+/// Maximum number of connections that wait in a queue for a migration. It allows the maximum number of channels, a main
+/// channel, and some connections of the next migration.
 pub(super) const QUEUED: usize = 320;
 
-/// Limits of possible preempt channels, for the whole migration. A QEMU makes one.
+/// Limits of connections that may be a preempt channel, during the whole migration. A QEMU opens only one.
 pub const CANDIDATES: Limits = Limits {
     most: 64,
     max_wait: Duration::MAX,
 };
 
-/// Time for a client to name a file.
+/// Maximum time for a client to send the name of a file.
 const OPENING: Duration = Duration::from_secs(10);
 
-/// Limits of a file server's connections before the name of a file.
+/// Limits of a file server's connections that have not sent the name of a file.
 pub const VISITORS: Limits = Limits {
     most: 256,
     max_wait: OPENING,
 };
 
-/// Limit of concurrent connections that read files: 32 visitors with all of theirs, which bounds buffers to 1 GiB.
+/// Maximum number of concurrent connections that read files: 32 clients with 8 connections each. It limits the buffers to 1
+/// GiB.
 pub const READERS: usize = 256;
 
-/// The same for one visitor. A restore has one connection for each thread, five at most. A new one replaces none that
-/// is reading.
+/// Maximum number of connections that read files for one client. A restore opens one for each of its threads, at most five. A
+/// new connection does not replace one that is reading.
 pub const READERS_OF_ONE: usize = 8;
 
-/// Idle time after which a reading connection is closed in favor of a new one. Its client reconnects when needed.
+/// Time without a request after which a connection may be closed for a new one. Its client reconnects when it needs to.
 pub const READER_IDLE: Duration = Duration::from_secs(10);
 
-/// Time for a metrics client, from its connection to its last byte. The next client waits until then.
+/// Maximum time of a connection that reads metrics, from connect to the last byte. The next client waits during this time.
 pub const METRICS: Duration = Duration::from_secs(2);

@@ -1,4 +1,4 @@
-//! Sources of connections: a listening socket, or a queue that another listener fills.
+//! Listener: accepts connections from a socket, or from a queue that another listener fills.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,20 +19,20 @@ use crate::transport::{
 #[derive(Debug)]
 pub struct Listener {
     bound: Bound,
-    /// Connections of the next migration that arrived during the current one.
+    /// Connections of the next migration, which arrived during the current one.
     returned: Mutex<VecDeque<Admitted>>,
 }
 
 #[derive(Debug)]
 enum Bound {
     Tcp(TcpListener),
-    /// Removes its socket file on drop.
+    /// Socket with its file, which is removed on drop.
     Unix(UnixSocketFile),
     Queue(QueueListener),
 }
 
 impl Address {
-    /// Starts listening.
+    /// Listens on this address.
     ///
     /// # Errors
     /// [`TransportError::Listen`] with the system's error.
@@ -53,8 +53,8 @@ impl Address {
 }
 
 impl Listener {
-    /// Creates a listener without a socket: it accepts the connections that the returned sender sends after their TLS
-    /// handshakes. `is_local` is true if all are from this host.
+    /// Creates a listener without a socket. It accepts the connections that the returned sender sends after their TLS
+    /// handshakes. `is_local` is true if all connections come from this host.
     ///
     /// # Errors
     /// If the system has no file descriptor left.
@@ -67,10 +67,10 @@ impl Listener {
         Ok((listener, sender))
     }
 
-    /// Returns the address for a source to connect to, with the port that the system chose.
+    /// Returns the address to which a source connects, with the port if the system has chosen it.
     ///
     /// # Errors
-    /// The system's error; `Unsupported` if it has no address ([`Listener::queue`]).
+    /// The system's error; `Unsupported` for a listener without a socket ([`Listener::queue`]).
     pub fn address(&self) -> io::Result<Address> {
         Ok(match &self.bound {
             Bound::Tcp(listener) => {
@@ -93,7 +93,7 @@ impl Listener {
         })
     }
 
-    /// Returns true if all connections are from this host, where a handshake loses no segment.
+    /// Returns true if all connections come from this host: no lost TCP segment can delay a handshake.
     pub fn is_local(&self) -> bool {
         match &self.bound {
             Bound::Tcp(_) => false,
@@ -102,7 +102,8 @@ impl Listener {
         }
     }
 
-    /// Returns true if only this host reaches its address, though a local proxy may forward another host's connections.
+    /// Returns true if the listener's address is reachable only from this host. A local proxy may nevertheless forward
+    /// connections of other hosts.
     pub fn is_loopback(&self) -> bool {
         match &self.bound {
             Bound::Tcp(listener) => {
@@ -113,7 +114,8 @@ impl Listener {
         }
     }
 
-    /// Closes a listener without a socket. Returns its unaccepted and put-back connections, which belong to a later migration.
+    /// Closes a listener without a socket. Returns the connections that were not accepted or were put back: they belong to a
+    /// later migration.
     pub fn close(&self) -> Vec<Admitted> {
         let mut rest: Vec<_> = self.returned().drain(..).collect();
         if let Bound::Queue(handed) = &self.bound {
@@ -122,19 +124,19 @@ impl Listener {
         rest
     }
 
-    /// Returns true if another listener accepts its connections.
+    /// Returns true if another listener accepts the connections first, and sends them to this one.
     pub fn is_handed(&self) -> bool {
         matches!(self.bound, Bound::Queue(_))
     }
 
-    /// Keeps a connection of the next migration for the next [`Listener::accept`].
+    /// Keeps a connection that belongs to the next migration, until the next [`Listener::accept`].
     pub fn put_back(&self, one: Admitted) {
-        // The next migration has its own token.
+        // The next migration has another token, so the connection must present that one.
         let has_passed = false;
         self.returned().push_back(Admitted { has_passed, ..one });
     }
 
-    /// Returns true if [`Listener::accept`] would return a put-back connection.
+    /// Returns true if the next [`Listener::accept`] returns a connection that was put back.
     pub(crate) fn has_returned(&self) -> bool {
         !self.returned().is_empty()
     }
@@ -143,7 +145,7 @@ impl Listener {
         lock(&self.returned)
     }
 
-    /// Accepts a connection at `now`; returns `None` if there is none.
+    /// Accepts a connection without waiting; `now` is the current time. Returns `None` if no connection has arrived.
     ///
     /// # Errors
     /// The system's error.
@@ -161,7 +163,7 @@ impl Listener {
                 Some(Admitted::new(stream, now))
             }
         };
-        // Its wait at this listener begins now.
+        // The time limit of this listener starts now.
         Ok(known.map(|one| Admitted { since: now, ..one }))
     }
 }

@@ -1,11 +1,11 @@
-//! Admission of connections, for all of Hotlift's listeners.
+//! Admission: accepts connections, does their TLS handshakes, and classifies them. All of Hotlift's listeners use it.
 //!
 //! | module | |
 //! |---|---|
-//! | `listener` | sources of connections: a socket or a queue |
+//! | `listener` | accepts from a socket or from a queue |
 //! | `connection_queue` | the queue between two listeners |
 //! | `handshake_slots` | slots of concurrent handshakes, without I/O |
-//! | `handshakes` | a thread for each handshake |
+//! | `handshakes` | a thread for each TLS handshake |
 //! | `pending` | unclassified connections, limited in number and time |
 //! | `limits` | the number and time limits of each kind of connection |
 //! | `connection_class` | classification of a connection by its first bytes |
@@ -41,25 +41,25 @@ pub use listener::Listener;
 pub use pending::PendingConnections;
 pub use token::ConnectionToken;
 
-/// Connections of a listener, from their arrival to their classification.
+/// Connections of a listener between their arrival and their classification.
 pub struct Admission<'a, S> {
     listener: &'a Listener,
-    /// With TLS: every connection needs a handshake.
+    /// Handshakes in progress; `None` without TLS.
     handshakes: Option<Handshakes>,
-    /// Unclassified connections.
+    /// Connections that are not classified yet.
     pub room: PendingConnections<S>,
 }
 
-/// A connection that was not admitted, or no longer is.
+/// A connection that was refused, or was admitted and then closed for a newer one.
 pub enum Rejected<S> {
-    /// The connection was refused.
+    /// The TLS handshake of the connection failed.
     Refused(Refused),
-    /// A connection was replaced by a newer one.
+    /// The connection was replaced by a newer one, because too many were pending.
     Left(S),
 }
 
 impl<'a, S: AsFd> Admission<'a, S> {
-    /// Admits the connections of `listener` within `limits`; with `tls`, only TLS connections.
+    /// Admits the connections of `listener` within `limits`. With `tls`, admits only TLS connections.
     ///
     /// # Errors
     /// If the system has no descriptors left.
@@ -78,7 +78,7 @@ impl<'a, S: AsFd> Admission<'a, S> {
 
     /// Returns the descriptors to poll for reading.
     pub fn polled(&self, now: Instant) -> impl Iterator<Item = BorrowedFd<'_>> {
-        // Without a free handshake slot, a connection waits in the kernel's queue.
+        // While no handshake slot is available, new connections wait in the accept queue of the kernel.
         let listener = self.can_accept(now).then(|| self.listener.as_fd());
         let ended = self.handshakes.iter().map(|all| all.wake().as_fd());
         listener
@@ -87,7 +87,8 @@ impl<'a, S: AsFd> Admission<'a, S> {
             .chain([self.room.polled()])
     }
 
-    /// Shortens a wait for [`Self::polled`] to the time of the next action that no descriptor shows.
+    /// Shortens the duration `wait` of a poll on [`Self::polled`], so that it ends at the next action that no descriptor
+    /// reports.
     #[must_use]
     pub fn shortened(&self, wait: Duration, now: Instant) -> Duration {
         let wait = match &self.handshakes {
@@ -98,25 +99,25 @@ impl<'a, S: AsFd> Admission<'a, S> {
         self.room.shortened(wait, now)
     }
 
-    /// Returns the times at which the unclassified connections were accepted.
+    /// Returns the accept times of the connections that are not classified yet.
     pub fn since(&self) -> impl Iterator<Item = Instant> + '_ {
         let waiting = self.room.iter().map(|(_, since)| since);
         let under_way = self.handshakes.iter().flat_map(|all| all.slots.since());
         waiting.chain(under_way)
     }
 
-    /// Returns true if a new connection can be accepted now. Otherwise it waits in the kernel's queue until a handshake ends or
-    /// can be interrupted.
+    /// Returns true if a new connection can be accepted now. Otherwise new connections wait in the accept queue of the kernel,
+    /// until a handshake ends or may be interrupted.
     fn can_accept(&self, now: Instant) -> bool {
         let has_room = |all: &Handshakes| all.slots.has_room(now);
         self.handshakes.as_ref().is_none_or(has_room)
     }
 
-    /// Admits the next connection and those with a finished handshake, converted by `connection`, without waiting. Returns the
-    /// rejected ones.
+    /// Accepts the next connection and collects finished handshakes, without waiting. `connection` converts each admitted
+    /// connection. Returns the rejected connections.
     ///
     /// # Errors
-    /// The system's error if no connection can be accepted.
+    /// The system's error if accepting failed.
     pub fn accept(
         &mut self,
         now: Instant,
@@ -136,7 +137,7 @@ impl<'a, S: AsFd> Admission<'a, S> {
         Ok(not_in)
     }
 
-    /// Accepts the next connection, if there is room, and collects the finished handshakes.
+    /// Accepts the next connection if a handshake slot is available, and collects the finished handshakes.
     fn take(&mut self, now: Instant) -> io::Result<Vec<Accepted>> {
         let mut accepted = match &mut self.handshakes {
             Some(handshakes) => handshakes.take_ended(),
@@ -145,17 +146,17 @@ impl<'a, S: AsFd> Admission<'a, S> {
         if !self.can_accept(now) {
             return Ok(accepted);
         }
-        // Even if a handshake has finished: QEMU 7.2 sends nothing more on main until its channels have finished their
-        // handshakes.
+        // A connection is also accepted if a handshake has finished. QEMU 7.2 sends nothing more on main until the handshakes
+        // of its channels are complete.
         let one = match self.listener.accept(now) {
-            // A connection that closed before its accept is not an error.
+            // If the client closed its connection before the accept, this is not an error.
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => None,
-            // Keeps the finished handshakes: the next call fails.
+            // The finished handshakes are returned now. The next call returns the error.
             Err(_) if !accepted.is_empty() => None,
             one => one?,
         };
         match (one, &mut self.handshakes) {
-            // A connection that was put back is after its handshake.
+            // A connection that was put back has already completed its handshake.
             (Some(one), Some(handshakes)) if one.stream.is_plain() => handshakes.begin(one, now)?,
             (Some(one), _) => accepted.push(Ok(one)),
             (None, _) => {}

@@ -1,4 +1,4 @@
-//! Unclassified connections: limited in number and in time.
+//! Pending connections: admitted, but not classified yet. Their number and time are limited.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,13 +8,13 @@ use rustix::event::{Timespec, epoll};
 
 use super::limits::Limits;
 
-/// Waiting connections.
+/// Pending connections of a listener.
 #[derive(Debug)]
 pub struct PendingConnections<S> {
     limits: Limits,
-    /// Edge-triggered: the bytes of an incomplete message wake one wait, and no further one until more arrive.
+    /// Edge-triggered epoll: an incomplete message wakes one wait, and the next wait only when more bytes arrive.
     epoll_fd: OwnedFd,
-    /// In order of entry.
+    /// Pending connections, the oldest first.
     waiting: Vec<Waiting<S>>,
     next: u64,
 }
@@ -27,11 +27,11 @@ struct Waiting<S> {
     connection: S,
 }
 
-/// Number of events taken at once.
+/// Maximum number of events read at once.
 const EVENTS: usize = 64;
 
 impl<S: AsFd> PendingConnections<S> {
-    /// Creates an empty one.
+    /// Creates an empty list of pending connections.
     ///
     /// # Errors
     /// If the system has no descriptor left.
@@ -44,10 +44,10 @@ impl<S: AsFd> PendingConnections<S> {
         })
     }
 
-    /// Adds `connection`, accepted at `since`; returns the one that it replaces.
+    /// Adds `connection`, which was accepted at `since`. If too many are pending, returns the oldest one, which is replaced.
     ///
     /// # Errors
-    /// If the system watches no more descriptors; `connection` is closed.
+    /// If the system cannot watch more descriptors. `connection` is closed in this case.
     pub fn enter(&mut self, connection: S, since: Instant) -> io::Result<Option<S>> {
         let number = self.next;
         let flags = epoll::EventFlags::IN | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
@@ -64,19 +64,19 @@ impl<S: AsFd> PendingConnections<S> {
         self.waiting.push(Waiting {
             number,
             since,
-            // Bytes that arrived with the TLS handshake are buffered here: the descriptor does not report them.
+            // Bytes that arrived together with the TLS handshake are already buffered, so the descriptor does not report them.
             is_ready: true,
             connection,
         });
         Ok(left.map(|(connection, _)| connection))
     }
 
-    /// Returns the descriptor to poll for reading: it is readable when a connection has received something.
+    /// Returns the descriptor that is readable when a pending connection has received something.
     pub fn polled(&self) -> BorrowedFd<'_> {
         self.epoll_fd.as_fd()
     }
 
-    /// Shortens `wait` to the next timeout of a connection; to zero if one must be checked.
+    /// Shortens `wait` to the next timeout of a pending connection. Returns zero if a connection must be checked now.
     pub fn shortened(&self, wait: Duration, now: Instant) -> Duration {
         if self.waiting.iter().any(|one| one.is_ready) {
             return Duration::ZERO;
@@ -90,7 +90,7 @@ impl<S: AsFd> PendingConnections<S> {
         left.fold(wait, Duration::min)
     }
 
-    /// Returns the number of the first connection that has received something since its last check.
+    /// Returns the number of a connection that has received something since its last check; `None` if there is none.
     pub fn next_ready(&mut self) -> Option<u64> {
         if !self.waiting.iter().any(|one| one.is_ready) {
             self.take_events();
@@ -106,14 +106,14 @@ impl<S: AsFd> PendingConnections<S> {
             data: epoll::EventData::new_u64(0),
         };
         let mut events = [empty; EVENTS];
-        // A failure counts as no events: the next wait returns immediately.
+        // An error counts as no events. The next wait then returns immediately.
         let taken = epoll::wait(&self.epoll_fd, &mut events, Some(&Timespec::default()));
         for event in &events[..taken.unwrap_or(0)] {
             self.recheck(event.data.u64());
         }
     }
 
-    /// Marks the connection `number` for another check: the last one consumed bytes, and further ones may be there.
+    /// Marks the connection `number` for another check: the last check consumed bytes, and more may already be buffered.
     pub fn recheck(&mut self, number: u64) {
         if let Some(one) = self.waiting.iter_mut().find(|one| one.number == number) {
             one.is_ready = true;
@@ -126,32 +126,34 @@ impl<S: AsFd> PendingConnections<S> {
         one.map(|one| &mut one.connection)
     }
 
-    /// Returns all connections with the times at which they were accepted.
+    /// Returns all pending connections with their accept times.
     pub fn iter(&self) -> impl Iterator<Item = (&S, Instant)> {
         self.waiting.iter().map(|one| (&one.connection, one.since))
     }
 
-    /// Removes the connection `number`.
+    /// Removes the connection `number`. Returns it with its accept time; `None` if it is not pending.
     pub fn remove(&mut self, number: u64) -> Option<(S, Instant)> {
         let index = self.waiting.iter().position(|one| one.number == number)?;
         Some(self.take(index))
     }
 
-    /// Removes the first connection for which `accepts` returns true.
+    /// Removes the oldest connection for which `accepts` returns true. Returns it with its accept time; `None` if there is
+    /// none.
     pub fn take_first(&mut self, accepts: impl Fn(&S, Instant) -> bool) -> Option<(S, Instant)> {
         let mut waiting = self.waiting.iter();
         let index = waiting.position(|one| accepts(&one.connection, one.since))?;
         Some(self.take(index))
     }
 
-    /// Removes a connection whose time is over.
+    /// Removes a connection that was pending for longer than the limit; `None` if there is none.
     pub fn take_late(&mut self, now: Instant) -> Option<S> {
         let max_wait = self.limits.max_wait;
         let late = self.take_first(|_, since| now.saturating_duration_since(since) >= max_wait);
         late.map(|(connection, _)| connection)
     }
 
-    /// Also stops watching the descriptor: a duplicate of the socket would keep it in the epoll set.
+    /// Removes the connection at `index` from the list and from the epoll set. A duplicate of the socket would otherwise keep
+    /// it in the set.
     fn take(&mut self, index: usize) -> (S, Instant) {
         let one = self.waiting.remove(index);
         let _ = epoll::delete(&self.epoll_fd, &one.connection);

@@ -1,4 +1,4 @@
-//! The token that binds connections to a conversation, so that they belong to its peer.
+//! The token with which a connection proves that its client is the peer of a conversation.
 
 use hotlift_tls::Exporter;
 
@@ -6,7 +6,7 @@ use super::admitted::Admitted;
 use super::connection_class::ConnectionClass;
 use crate::transport::Stream;
 
-/// The right to open connections of one migration.
+/// Token for the connections of one migration. Its peer presents it at the start of each connection.
 #[derive(Debug, Clone)]
 pub struct ConnectionToken {
     token: [u8; 16],
@@ -14,8 +14,8 @@ pub struct ConnectionToken {
 }
 
 impl ConnectionToken {
-    /// Creates it from `token`, random bytes that one side sent in a conversation. `conversation` is the exporter of the
-    /// conversation's TLS connection ([`Stream::exporter`]).
+    /// Creates the token from the random bytes `token`, which one side sent in the conversation. `conversation` is the TLS
+    /// exporter of the conversation's connection ([`Stream::exporter`]); `None` without TLS.
     #[must_use]
     pub fn new(token: [u8; 16], conversation: Option<Exporter>) -> Self {
         Self {
@@ -24,8 +24,9 @@ impl ConnectionToken {
         }
     }
 
-    /// Returns the token to present on `stream`. If the conversation and `stream` use TLS, this is a proof that both have the
-    /// same two ends. The proof is valid only on `stream`, so a stolen one is useless.
+    /// Returns the token to present on `stream`. If the conversation and `stream` use TLS, the token proves that both have the
+    /// same two ends. It is valid only on `stream`, so a stolen token is useless. Without TLS it is the conversation's token
+    /// itself.
     #[must_use]
     pub fn token_on(&self, stream: &Stream) -> [u8; 16] {
         let proof = self
@@ -36,7 +37,7 @@ impl ConnectionToken {
         proof.unwrap_or(self.token)
     }
 
-    /// Returns true if `one` begins with the required token.
+    /// Returns true if the connection `one` begins with this token.
     #[must_use]
     pub fn is_presented_by(&self, one: &Admitted) -> bool {
         matches!(one.head(), ConnectionClass::Token(token) if token == self.token_on(&one.stream))

@@ -1,4 +1,4 @@
-//! Pending connections that have sent no complete request. All are read concurrently, so that a silent client cannot block
+//! Clients of a listener that have not sent a complete request. All are read concurrently, so that a silent client cannot block
 //! others.
 
 use std::io;
@@ -14,58 +14,58 @@ use super::{Conversation, ConversationError};
 use crate::admission::limits::CALLERS;
 use crate::admission::{Admission, Listener, Rejected};
 
-/// Delay after a connection could not be accepted.
+/// Delay after an accept failed.
 const RETRY: Duration = Duration::from_millis(50);
 
-/// Reads a caller's request without waiting; `None` if it is incomplete.
+/// Function that reads a client's request without waiting. Returns `None` if the request is incomplete.
 pub type ReadRequest<'a, T> =
     &'a mut dyn FnMut(&mut Conversation) -> Result<Option<T>, ConversationError>;
 
-/// Receives the reasons of failed or refused connections.
+/// Function that receives the reasons why connections failed or were refused.
 pub type ReportFailure<'a> = &'a (dyn Fn(&str) + Sync);
 
-/// Callers of a listener.
+/// Clients of a listener that have not sent a complete request.
 pub struct Callers<'a> {
     admission: Admission<'a, Conversation>,
-    /// Callers that were replaced by newer ones.
+    /// Clients that were replaced by newer ones.
     left: Vec<Conversation>,
     report_failure: ReportFailure<'a>,
 }
 
-/// Reason for dropping a caller without its request.
+/// Reason why a client was dropped without a request.
 #[derive(Debug, thiserror::Error)]
 pub enum DropReason {
-    /// The client sent no request.
+    /// The client sent no complete request in time.
     #[error(
         "the client sent no complete request within {waited:?}: it may be stopped, or the path drops full-size packets (check \
          the MTU)"
     )]
     Silent {
-        /// Time since its connection.
+        /// Time since the client connected.
         waited: Duration,
     },
-    /// Too many callers.
+    /// Too many clients are pending, and this one was the oldest.
     #[error("too many pending connections (limit {most}); closed the oldest idle one")]
     Crowd {
-        /// Limit of pending callers.
+        /// Maximum number of pending clients.
         most: usize,
     },
-    /// The conversation failed.
+    /// The conversation with the client failed.
     #[error(transparent)]
     Conversation(#[from] ConversationError),
 }
 
-/// A caller with its request, or the error.
+/// A client with its complete request, or with the reason why it was dropped.
 pub struct Call<T> {
-    /// The conversation with the caller.
+    /// The conversation with the client.
     pub conversation: Conversation,
-    /// The request.
+    /// The request, or the reason why there is none.
     pub request: Result<T, DropReason>,
 }
 
 impl<'a> Callers<'a> {
-    /// Creates it without callers. With `tls`, only clients with a certificate are admitted. `report_failure` receives each
-    /// refusal.
+    /// Starts without clients. With `tls`, only clients with a certificate are admitted. `report_failure` receives the reason
+    /// of each refusal.
     ///
     /// # Errors
     /// If the system has no file descriptors left.
@@ -81,8 +81,9 @@ impl<'a> Callers<'a> {
         })
     }
 
-    /// Waits for a connection, for bytes, or until one of `others` is readable, up to `time` (`None`: no limit). Returns the
-    /// next call, read by `read_request`, or `None` if there is none yet.
+    /// Returns the next client with its request, or with the reason why it was dropped. Waits up to `time` (`None`: no limit)
+    /// for a connection or for bytes, or until one of `others` is readable. Returns `None` if no request is complete.
+    /// `read_request` reads a request.
     pub fn next<T>(
         &mut self,
         time: Option<Duration>,
@@ -110,7 +111,7 @@ impl<'a> Callers<'a> {
         })
     }
 
-    /// Returns the first caller with a complete request or an error.
+    /// Returns a client that has sent a complete request, or whose conversation failed; `None` if there is none.
     fn read_request<T>(&mut self, read_request: ReadRequest<'_, T>) -> Option<Call<T>> {
         let room = &mut self.admission.room;
         loop {
@@ -135,7 +136,7 @@ impl<'a> Callers<'a> {
         }
     }
 
-    /// Waits for a new connection or for bytes.
+    /// Waits for a connection, for bytes, for `time`, or until one of `others` is readable.
     fn wait(&self, time: Duration, others: &[BorrowedFd<'_>]) {
         let now = Instant::now();
         let polled = self.admission.polled(now).chain(others.iter().copied());
@@ -143,7 +144,7 @@ impl<'a> Callers<'a> {
             true => self.admission.shortened(time, now),
             false => Duration::ZERO,
         };
-        // If the sum overflows, there is no limit.
+        // If the sum overflows, the wait has no limit.
         wait_readable(&polled.collect::<Vec<_>>(), now.checked_add(time));
     }
 
@@ -157,7 +158,7 @@ impl<'a> Callers<'a> {
                     }
                 }
             }
-            // Only one connection failed, or no descriptor is left: the other callers are kept.
+            // Either one connection failed, or no file descriptor is left. Pending clients are kept.
             Err(error) => {
                 (self.report_failure)(&error_line(&error));
                 thread::sleep(RETRY);

@@ -1,7 +1,8 @@
-//! A conversation of two hosts: JSON, one line a message, over a TCP connection, with or without TLS.
+//! A conversation of two hosts over a TCP connection, with or without TLS. Each message is one line of JSON.
 //!
-//! It begins with one hello: the version of all messages, the role required of the other side, and the request
-//! ([`OpeningRequest`]). Unknown members are ignored; another version or role is refused with an error that names it.
+//! The first message is the hello. It contains the version of all messages, the role that the other side must have, and the
+//! request ([`OpeningRequest`]). Unknown members are ignored. A hello with another version or role is refused with an error
+//! that names it.
 
 pub mod callers;
 
@@ -19,16 +20,17 @@ use serde::de::{DeserializeOwned, Error as _};
 use crate::admission::ConnectionToken;
 use crate::transport::Stream;
 
-/// Version of the messages of all conversations. Another is refused: both sides must have one version of Hotlift.
+/// Version of the messages of all conversations. Another version is refused, so both sides must have the same version of
+/// Hotlift.
 pub const VERSION: u32 = 6;
 
-/// Longest message, in bytes. The longest is a result with the CPU times of 255 channels.
+/// Maximum length of a message, in bytes. The longest message is a result with the CPU times of 255 channels.
 const MAX_MESSAGE: usize = 256 << 10;
 
-/// Longest time for the other side to read a message.
+/// Maximum time for the other side to read a message.
 const WRITE: Duration = Duration::from_secs(10);
 
-/// Errors that end a conversation.
+/// Error that ends a conversation.
 #[derive(Debug, thiserror::Error)]
 pub enum ConversationError {
     /// The connection failed.
@@ -37,29 +39,29 @@ pub enum ConversationError {
     /// The other side closed the connection.
     #[error("the other side closed the connection")]
     Closed,
-    /// The other side sent a TLS alert.
+    /// The other side requires TLS: it sent a TLS alert.
     #[error("the other side accepts only TLS: give '--tls DIR'")]
     SpeaksTls,
-    /// The other side began a TLS handshake.
+    /// The other side uses TLS: it began a handshake.
     #[error(
         "the other side uses TLS, but this side does not: give '--tls DIR' here, or '--insecure' there"
     )]
     BeginsTls,
-    /// A line that is too long.
+    /// The other side sent a line that is too long.
     #[error("a message of more than {MAX_MESSAGE} bytes")]
     TooLong,
     /// The other side did not read a message in time.
     #[error("the other side did not take a message within {WRITE:?}")]
     NotTaken,
-    /// An unknown message.
+    /// The other side sent an invalid message.
     #[error("unknown message ({problem}): '{start}'")]
     Garbage {
-        /// The parse error.
+        /// Error of the parser.
         problem: String,
-        /// Its first bytes.
+        /// First bytes of the message.
         start: String,
     },
-    /// Another version of the protocol.
+    /// The other side has another version of the protocol.
     #[error(
         "the other side has version {theirs} of the control protocol, this side has {ours}: use the same hotlift on both hosts"
     )]
@@ -69,7 +71,7 @@ pub enum ConversationError {
         /// Version of this side.
         ours: u32,
     },
-    /// Another role than this side's.
+    /// The other side expects another role than this side has.
     #[error(
         "the other side expects '{theirs}' here, but this is '{ours}': check the address and port"
     )]
@@ -81,13 +83,13 @@ pub enum ConversationError {
     },
 }
 
-/// Request that opens a conversation.
+/// Request in the hello of a conversation.
 pub trait OpeningRequest: Serialize + DeserializeOwned {
-    /// Role of the side that fulfils it.
+    /// Role of the side that executes the request.
     const ROLE: &'static str;
 }
 
-/// The first message, as sent.
+/// The hello, as it is sent.
 #[derive(Serialize)]
 struct Hello<'a, T> {
     hotlift: u32,
@@ -96,7 +98,7 @@ struct Hello<'a, T> {
     request: &'a T,
 }
 
-/// The connection of a conversation. Cheap to clone.
+/// The connection of a conversation; its clones share one connection.
 #[derive(Debug, Clone)]
 struct SharedStream(Arc<Stream>);
 
@@ -114,16 +116,16 @@ impl Connection for SharedStream {
     }
 
     fn resumes(&self) -> bool {
-        // A partially sent TLS record cannot be sent again.
+        // A TLS record that was sent partially cannot be continued.
         self.0.is_plain()
     }
 }
 
-/// One end of a conversation.
+/// This side's end of a conversation.
 #[derive(Debug)]
 pub struct Conversation(Lines<SharedStream>);
 
-/// Another handle of a conversation, for sending while this side waits for a message.
+/// Second handle of a conversation. It sends messages while another thread waits for one.
 #[derive(Debug)]
 pub struct ConversationSender(Lines<SharedStream>);
 
@@ -133,7 +135,7 @@ impl ConversationSender {
         send(&self.0, message)
     }
 
-    /// Ends the conversation.
+    /// Ends the conversation by shutting down its connection.
     pub fn end(&self) {
         self.0.connection().0.shutdown(std::net::Shutdown::Both);
     }
@@ -155,30 +157,30 @@ impl Conversation {
         Self(Lines::new(SharedStream(Arc::new(stream)), MAX_MESSAGE))
     }
 
-    /// Returns a handle for sending.
+    /// Returns a second handle that can send messages.
     #[must_use]
     pub fn sender(&self) -> ConversationSender {
         ConversationSender(Lines::new(self.0.connection().clone(), MAX_MESSAGE))
     }
 
-    /// Returns the token for connections that this conversation announces with `token`.
+    /// Returns the token for connections of this conversation, from the random bytes `token` that one side sent.
     #[must_use]
     pub fn pass(&self, token: [u8; 16]) -> ConnectionToken {
         ConnectionToken::new(token, self.stream().exporter().cloned())
     }
 
-    /// Returns the connection, for other use, and the bytes that were read after the last message; `None` while there is a
-    /// [`ConversationSender`].
+    /// Returns the connection for other use, and the bytes that were read after the last message. Returns `None` if a
+    /// [`ConversationSender`] still exists, or if the connection failed.
     #[must_use]
     pub fn into_stream(self) -> Option<(Stream, Vec<u8>)> {
         let (over, rest) = self.0.into_parts();
         let stream = Arc::into_inner(over.0)?;
-        // Other uses have their own timeouts.
+        // The timeouts of a conversation do not apply to other uses.
         stream.lift_write_timeout().ok()?;
         Some((stream, rest))
     }
 
-    /// Returns the number of bytes that were read after the last message.
+    /// Returns the number of received bytes after the last message.
     #[must_use]
     pub fn begun(&self) -> usize {
         self.0.begun().len()
@@ -202,7 +204,7 @@ impl Conversation {
     ) -> Result<Option<T>, ConversationError> {
         let read = self.0.read(Instant::now() + timeout)?;
         let bytes = match &read {
-            // TLS records may contain the end of a line, too.
+            // TLS records can also contain the byte that ends a line.
             Line::Whole(line) => line,
             _ => self.0.begun(),
         };
@@ -222,8 +224,8 @@ impl Conversation {
         message.map(Some).map_err(|error| garbage(&line, &error))
     }
 
-    /// Receives the next message. Returns `None` if another event is first: a part of the message, `deadline`, or a readable
-    /// one of `others`.
+    /// Receives the next message. Returns `None` if only a part of the message arrives, if `deadline` passes, or if one of
+    /// `others` becomes readable.
     pub fn receive_until<T: DeserializeOwned>(
         &mut self,
         others: &[BorrowedFd<'_>],
@@ -237,7 +239,7 @@ impl Conversation {
         }
     }
 
-    /// Sends the first message.
+    /// Sends the hello with this `request`.
     pub fn send_hello<T: OpeningRequest>(&mut self, request: &T) -> Result<(), ConversationError> {
         self.send(&Hello {
             hotlift: VERSION,
@@ -246,8 +248,8 @@ impl Conversation {
         })
     }
 
-    /// Receives the first message; `None` if none arrives within `timeout`. Compares its version before the rest, since the
-    /// rest of another version's hello is unknown.
+    /// Receives the hello, and returns its request; `None` if none arrives within `timeout`. The version is compared first,
+    /// because the format of another version's hello is unknown.
     pub fn receive_hello<T: OpeningRequest>(
         &mut self,
         timeout: Duration,
@@ -257,8 +259,7 @@ impl Conversation {
     }
 }
 
-/// Returns the request of a hello. In a hello of any version, the version is the member whose name begins with the product's
-/// name.
+/// Returns the request of a hello. In every version, the member whose name begins with the product's name contains the version.
 fn read_hello<T: OpeningRequest>(value: serde_json::Value) -> Result<T, ConversationError> {
     let mut members = value.as_object().into_iter().flatten();
     let version = members.find(|(name, _)| name.starts_with("hotlift"));
@@ -324,7 +325,7 @@ mod tests {
         for cups in [1, 2] {
             here.send(&Tea { cups }).unwrap();
         }
-        // Both arrive in one read.
+        // Both messages arrive in one read.
         for cups in [1, 2] {
             assert_eq!(there.receive_until(&[], None).unwrap(), Some(Tea { cups }));
         }

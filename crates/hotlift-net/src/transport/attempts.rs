@@ -1,4 +1,4 @@
-//! Attempts to connect to a host with several addresses: their order and times (RFC 8305), and their errors.
+//! Connection attempts to the addresses of a host: their order and times (RFC 8305), and their errors.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -6,20 +6,21 @@ use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-/// Delay before the next address while the previous attempt still waits (RFC 8305, section 5, recommended value).
+/// Delay after which the next address is tried while the previous attempt is still pending (RFC 8305, section 5, recommended
+/// value).
 pub(super) const DELAY: Duration = Duration::from_millis(250);
 
-/// Schedule of the attempts.
+/// Schedule of connection attempts to the addresses of one host.
 #[derive(Debug)]
 pub(super) struct Schedule {
     waiting: VecDeque<SocketAddr>,
-    /// Time of the next attempt; `None` for now.
+    /// Time of the next attempt; `None` if it may begin at once.
     due: Option<Instant>,
 }
 
 impl Schedule {
-    /// Takes the addresses in the resolver's order. The families alternate, so that a family without a route costs one delay
-    /// (RFC 8305, section 4).
+    /// Creates the schedule from the addresses in the resolver's order. IPv4 and IPv6 addresses alternate: if one of the two
+    /// has no route, this costs only one delay (RFC 8305, section 4).
     pub(super) fn new(addresses: impl IntoIterator<Item = SocketAddr>) -> Self {
         let mut first = VecDeque::from_iter(addresses);
         let is_v6 = first.front().is_some_and(SocketAddr::is_ipv6);
@@ -34,7 +35,7 @@ impl Schedule {
         Self { waiting, due: None }
     }
 
-    /// Returns the address to try at `now`; `None` if there is none, or not yet.
+    /// Returns the address to try at `now`; `None` if no address is left, or the next attempt is not due.
     pub(super) fn next(&mut self, now: Instant) -> Option<SocketAddr> {
         if self.due.is_some_and(|due| now < due) {
             return None;
@@ -44,7 +45,7 @@ impl Schedule {
         Some(address)
     }
 
-    /// Records a failed attempt: the next address need not wait.
+    /// Records a failed attempt: the next attempt may begin at once.
     pub(super) fn failed(&mut self) {
         self.due = None;
     }
@@ -59,7 +60,7 @@ impl Schedule {
     }
 }
 
-/// Failed attempts.
+/// Failed attempts to connect, each with its address and error.
 #[derive(Debug, Default)]
 pub(super) struct Failed(Vec<(SocketAddr, io::Error)>);
 
@@ -68,8 +69,8 @@ impl Failed {
         self.0.push((address, error));
     }
 
-    /// Returns one error for all attempts, with the kind of the last one. It names the addresses of `host`, unless `host` is an
-    /// address itself.
+    /// Combines the errors of all attempts into one, with the kind of the last error. The text names the addresses, unless
+    /// `host` is an address itself.
     pub(super) fn into_error(mut self, host: &str) -> io::Error {
         let is_address = host.parse::<IpAddr>().is_ok();
         match (self.0.pop(), is_address && self.0.is_empty()) {
@@ -84,7 +85,8 @@ impl Failed {
     }
 }
 
-/// Lists each address with its error, and marks loopback addresses, which a remote host's name should not have.
+/// Lists each address with its error. Loopback addresses are marked, because the name of another host should not resolve to
+/// one.
 impl fmt::Display for Failed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, (address, error)) in self.0.iter().enumerate() {
@@ -102,15 +104,15 @@ impl fmt::Display for Failed {
 
 impl std::error::Error for Failed {}
 
-/// A link-local address without its interface.
+/// A link-local address without its network interface.
 #[derive(Debug, thiserror::Error)]
 #[error("{0} is a link-local address: add the interface, as in [{0}%eth0]")]
 pub(super) struct NoZone(pub Ipv6Addr);
 
-/// Checks that the address is not link-local without an interface.
+/// Checks that a link-local address includes its network interface.
 ///
 /// # Errors
-/// [`NoZone`].
+/// [`NoZone`] if the interface is missing.
 pub(super) fn check_zone(address: &SocketAddr) -> io::Result<()> {
     match address {
         SocketAddr::V6(v6) if v6.ip().is_unicast_link_local() && v6.scope_id() == 0 => Err(

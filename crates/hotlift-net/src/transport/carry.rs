@@ -9,8 +9,8 @@ use super::Stream;
 const COPY: usize = 256 << 10;
 
 /// Copies `from` to `to` until the end of `from`, then shuts down writing to `to`. The opposite direction is not changed.
-/// `each` receives the bytes read. A slow reader of `to` makes the writer of `from` wait. Returns true if all bytes were
-/// copied. If one connection breaks, cuts both, so that the peer does not take this for the end of the data.
+/// `each` receives the bytes read. If the peer of `to` reads slowly, the peer of `from` must wait. Returns true if all bytes
+/// were copied. If one connection breaks, resets both: otherwise the peer would see a normal end of the data.
 pub fn carry(from: &Stream, to: &Stream, each: &mut dyn FnMut(&[u8])) -> bool {
     let mut buffer = vec![0; COPY];
     loop {

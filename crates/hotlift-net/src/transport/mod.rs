@@ -1,7 +1,7 @@
-//! Byte streams between two hosts: QEMU's URI forms, one file a transport.
+//! Byte streams between two hosts, addressed by QEMU's migration URIs. Each transport has one file.
 //!
-//! A migration opens N + 1 connections to one address: the main channel and N multifd channels. They are plain blocking
-//! sockets. [`Stream::shutdown`] from any thread wakes a thread that is blocked in one; cancel and failure use this.
+//! A migration opens N + 1 connections to one address: the main channel and N multifd channels. All are blocking sockets. A
+//! cancel or a failure calls [`Stream::shutdown`], which wakes a thread that is blocked in the socket.
 
 mod attempts;
 mod carry;
@@ -30,18 +30,18 @@ pub(crate) use unix::listen as listen_unix;
 
 use secured::{PacketPlaintext, Secured};
 
-/// Errors of an address or a connection.
+/// Error of an address or of a connection.
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
-    /// The part before the first colon is not a transport that carries multifd channels.
+    /// The scheme before the first colon is unknown, or cannot carry multifd channels.
     #[error("unknown migration protocol in '{uri}': expected one of {known}")]
     UnknownScheme {
         /// The URI as given.
         uri: String,
-        /// The known forms.
+        /// The known forms of a URI.
         known: String,
     },
-    /// The part after the scheme does not parse.
+    /// The part after the scheme is invalid.
     #[error("error parsing address '{address}': expected {expected}")]
     BadAddress {
         /// The part after the scheme.
@@ -49,7 +49,7 @@ pub enum TransportError {
         /// The expected form.
         expected: &'static str,
     },
-    /// A link-local address without its interface.
+    /// A link-local address without its network interface.
     #[error(
         "'{host}' is a link-local address, which needs an interface: add it, as in tcp:[{host}%eth0]:PORT"
     )]
@@ -57,13 +57,13 @@ pub enum TransportError {
         /// The address.
         host: String,
     },
-    /// A peer's port at which no process can listen.
+    /// Port 0 in the address of a peer, on which no process can listen.
     #[error("cannot connect to port 0 ('{uri}'): give the port on which the peer listens")]
     NoPort {
         /// The URI as given.
         uri: String,
     },
-    /// Connecting failed.
+    /// The connection could not be opened.
     #[error("failed to connect to '{uri}'")]
     Connect {
         /// The URI as given.
@@ -72,7 +72,7 @@ pub enum TransportError {
         #[source]
         source: io::Error,
     },
-    /// Listening failed.
+    /// The address could not be listened on.
     #[error("failed to listen on '{uri}'")]
     Listen {
         /// The URI as given.
@@ -83,17 +83,17 @@ pub enum TransportError {
     },
 }
 
-/// One kind of address.
+/// A kind of address: its scheme, form and parser.
 trait Transport: Sync {
-    /// The URI's first part, without the colon.
+    /// Scheme of the URI, without the colon.
     fn scheme(&self) -> &'static str;
-    /// Form of its addresses, for messages.
+    /// Form of the addresses, for messages.
     fn form(&self) -> &'static str;
-    /// Returns the expected form of an address, for errors.
+    /// Returns a description of a valid address, for errors.
     fn expected(&self) -> &'static str {
         self.form()
     }
-    /// Parses the part after the scheme.
+    /// Parses the part of a URI after the scheme; `None` if it is invalid.
     fn parse(&self, rest: &str) -> Option<Address>;
 }
 
@@ -103,11 +103,11 @@ static TRANSPORTS: &[&dyn Transport] = &[&tcp::Tcp, &unix::Unix];
 /// A parsed migration URI.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Address {
-    /// `tcp:HOST:PORT`; HOST may be empty (any address) or an IPv6 address in brackets.
+    /// `tcp:HOST:PORT`. HOST is a name or an address; empty for all addresses of this host. IPv6 addresses are in brackets.
     Tcp {
         /// Name or address; empty for all addresses of this host.
         host: String,
-        /// Port; 0 lets the system choose when listening.
+        /// Port. If it is 0, the system chooses one when listening.
         port: u16,
     },
     /// `unix:PATH`.
@@ -164,7 +164,7 @@ impl Address {
     /// Parses the address of a peer to connect to.
     ///
     /// # Errors
-    /// As [`str::parse`]; [`TransportError::NoPort`].
+    /// As [`str::parse`]; [`TransportError::NoPort`] for port 0.
     pub fn of_peer(uri: &str) -> Result<Self, TransportError> {
         match uri.parse()? {
             Self::Tcp { port: 0, .. } => Err(TransportError::NoPort {
@@ -174,7 +174,7 @@ impl Address {
         }
     }
 
-    /// Returns the address of all interfaces of this host, at a port that the system chooses.
+    /// Returns the address of all interfaces of this host, with port 0: the system chooses the port.
     #[must_use]
     pub fn any() -> Self {
         Self::Tcp {
@@ -183,7 +183,7 @@ impl Address {
         }
     }
 
-    /// Returns the name or IP address of the host; for a UNIX socket, this host's.
+    /// Returns the host name or IP address; "localhost" for a UNIX socket or an empty host name.
     #[must_use]
     pub fn host(&self) -> &str {
         match self {
@@ -192,7 +192,7 @@ impl Address {
         }
     }
 
-    /// Returns true if connections to it stay on this host: a UNIX socket, or loopback.
+    /// Returns true if the address is on this host: a UNIX socket, or a loopback address or name.
     #[must_use]
     pub fn is_on_this_host(&self) -> bool {
         match self {
@@ -201,19 +201,19 @@ impl Address {
         }
     }
 
-    /// Connects to the first address of the host that answers. Each attempt may take `timeout`; the next begins 250 ms after
-    /// the previous one (RFC 8305).
+    /// Connects to the first address of the host that accepts. Each attempt may take `timeout`. Attempts begin 250 ms after
+    /// each other, or at once after a failure (RFC 8305).
     ///
     /// # Errors
-    /// [`TransportError::Connect`] with the system's error for each address.
+    /// [`TransportError::Connect`] with the system's error of each address.
     pub fn connect(&self, timeout: Duration) -> Result<Stream, TransportError> {
         self.connect_unless(timeout, Stop::NEVER)
     }
 
-    /// Connects as [`Self::connect`], unless stopped. Only a lookup by the system's resolver cannot be interrupted.
+    /// Connects as [`Self::connect`] does, until `stop` interrupts it. The system's resolver cannot be interrupted.
     ///
     /// # Errors
-    /// As [`Self::connect`]; `Interrupted` once it is stopped.
+    /// As [`Self::connect`]; `Interrupted` after an interruption.
     pub fn connect_unless(
         &self,
         timeout: Duration,
@@ -230,13 +230,13 @@ impl Address {
     }
 }
 
-/// Returns true if `host` is an IPv6 link-local address, which identifies a host only together with an interface.
+/// Returns true if `host` is an IPv6 link-local address. Such an address identifies a host only together with an interface.
 fn is_link_local(host: &str) -> bool {
     host.parse::<Ipv6Addr>()
         .is_ok_and(|address| address.is_unicast_link_local())
 }
 
-/// Returns true if `host` is loopback's address or name.
+/// Returns true if `host` is a loopback address or its name.
 fn is_this_host(host: &str) -> bool {
     match host.parse::<IpAddr>() {
         Ok(address) => address.to_canonical().is_loopback(),
@@ -245,32 +245,32 @@ fn is_this_host(host: &str) -> bool {
     }
 }
 
-/// Condition that interrupts a connection attempt.
+/// Condition that interrupts a wait or a connection attempt.
 #[derive(Clone, Copy)]
 pub struct Stop<'a> {
-    /// Readable once `when` may have become true.
+    /// Descriptor that is readable when `when` may have become true; `None` if none exists.
     pub wake_fd: Option<BorrowedFd<'a>>,
-    /// Returns true once the connection is no longer wanted.
+    /// Returns true when the wait must end.
     pub when: &'a dyn Fn() -> bool,
 }
 
 impl<'a> Stop<'a> {
-    /// Never stops.
+    /// A condition that never interrupts.
     pub const NEVER: Self = Self {
         wake_fd: None,
         when: &|| false,
     };
 
-    /// Returns true once the connection is no longer wanted.
+    /// Returns true when the wait must end.
     pub fn is_stopped(&self) -> bool {
-        // Drained before the check, so that the check covers every earlier wake-up.
+        // The descriptor is emptied before the check, so that the check sees the cause of every earlier wake-up.
         let _ = self
             .wake_fd
             .map(|wake_fd| rustix::io::read(wake_fd, &mut [0; 8]));
         (self.when)()
     }
 
-    /// Waits for an event on `fds`, the end of `wait`, or a stop.
+    /// Waits for an event on `fds` or on the wake descriptor, up to `wait`. Fails if the condition is true at the start.
     fn poll<'f>(&'f self, fds: &mut Vec<PollFd<'f>>, wait: Duration) -> io::Result<()> {
         if self.is_stopped() {
             let why = "it was cancelled";
@@ -285,10 +285,10 @@ impl<'a> Stop<'a> {
         }
     }
 
-    /// Waits up to `wait` until a read of `stream` does not block. Returns false if a read may still block.
+    /// Waits up to `wait` until `stream` can be read without blocking. Returns false if it cannot.
     ///
     /// # Errors
-    /// The system's error; `Interrupted` once it is stopped.
+    /// The system's error; `Interrupted` if the condition is true.
     pub fn wait_readable(&self, stream: &Stream, wait: Duration) -> io::Result<bool> {
         if stream.has_plaintext() {
             return Ok(true);
@@ -300,7 +300,7 @@ impl<'a> Stop<'a> {
     }
 }
 
-/// Waits until `fd` is readable (or closed); returns false after `timeout`.
+/// Waits until `fd` is readable or closed. Returns false after `timeout`.
 ///
 /// # Errors
 /// The system's error.
@@ -308,27 +308,27 @@ pub fn wait_readable(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result<bool> 
     wait_for(fd, PollFlags::IN, timeout)
 }
 
-/// Waits until `fd` is ready for `flags`; returns false after `timeout`.
+/// Waits until one of the events `flags` occurs on `fd`. Returns false after `timeout`.
 fn wait_for(fd: BorrowedFd<'_>, flags: PollFlags, timeout: Duration) -> io::Result<bool> {
     let mut fds = [PollFd::new(&fd, flags)];
-    // If the sum overflows, there is no limit.
+    // If the sum overflows, the wait has no limit.
     let until = Instant::now().checked_add(timeout);
     Ok(poll_until(&mut fds, until)? > 0)
 }
 
-/// One connection; with TLS, after its handshake.
+/// A connection. With TLS, its handshake is complete.
 #[derive(Debug)]
 pub struct Stream {
     socket: Socket,
     tls: Option<Box<Secured>>,
 }
 
-/// Peer host of connections, identified by its certificate. All peers without a certificate count as one host.
+/// The host at the other end of a connection, identified by its certificate. All hosts without a certificate count as one.
 #[derive(Debug, Clone)]
 pub struct Host(Option<Identity>);
 
 impl Host {
-    /// Returns true if `stream` is a connection with this host.
+    /// Returns true if this host is the peer of `stream`.
     pub fn is_at_the_end_of(&self, stream: &Stream) -> bool {
         match (&self.0, stream.peer()) {
             (Some(host), Some(peer)) => host.is_of_the_host_of(peer),
@@ -371,7 +371,7 @@ impl Stream {
         UnixStream::pair().map(|(one, other)| (one.into(), other.into()))
     }
 
-    /// Wraps a TCP connection, with the same socket options as this module's own.
+    /// Wraps a TCP connection, and sets the same socket options as for connections of this module.
     ///
     /// # Errors
     /// The system's error.
@@ -380,18 +380,18 @@ impl Stream {
         Ok(stream.into())
     }
 
-    /// Does the client's TLS handshake on a connection without data so far. `host` is the name of the other side.
+    /// Does the client's TLS handshake, before any data is sent. `host` is the name of the other side.
     ///
     /// # Errors
-    /// [`TlsError`]: the side at fault, and the problem.
+    /// [`TlsError`] with the side at fault and the problem.
     pub fn secure(self, tls: &Tls, host: Option<&str>) -> Result<Self, TlsError> {
         self.secure_unless(tls, host, Stop::NEVER)
     }
 
-    /// Does the same as [`Self::secure`], and fails once `stop` interrupts it.
+    /// Does the client's TLS handshake as [`Self::secure`] does, until `stop` interrupts it.
     ///
     /// # Errors
-    /// [`TlsError`]: the side at fault, and the problem.
+    /// [`TlsError`] with the side at fault and the problem.
     pub fn secure_unless(
         mut self,
         tls: &Tls,
@@ -403,23 +403,24 @@ impl Stream {
         Ok(self)
     }
 
-    /// Does the server's TLS handshake.
+    /// Does the server's TLS handshake on an accepted connection.
     ///
     /// # Errors
-    /// [`TlsError`]: the side at fault, and the problem.
+    /// [`TlsError`] with the side at fault and the problem.
     pub fn accept_secured(mut self, tls: &Tls) -> Result<Self, TlsError> {
         let session = tls.accept(&self)?;
         self.tls = Some(Box::new(Secured::new(session, tls.profile())));
         Ok(self)
     }
 
-    /// Returns true without TLS: the socket carries the data itself, and system calls may move it.
+    /// Returns true if the connection does not use TLS. System calls can then move the data directly between sockets and
+    /// memory.
     #[must_use]
     pub fn is_plain(&self) -> bool {
         self.tls.is_none()
     }
 
-    /// Returns the other side's certificate, if it presented one.
+    /// Returns the identity in the other side's certificate; `None` without a certificate.
     #[must_use]
     pub fn peer(&self) -> Option<&Identity> {
         self.tls.as_ref()?.peer.as_ref()
@@ -435,8 +436,8 @@ impl Stream {
         Host(self.peer().cloned())
     }
 
-    /// Returns true if both are from the same host (TCP) or user (UNIX), as known to the kernel. Certificates are more precise,
-    /// see [`Host`].
+    /// Returns true if the peers of both connections have the same IP address (TCP) or user (UNIX). Certificates are more
+    /// precise, see [`Host`].
     pub fn is_from_where(&self, other: &Self) -> bool {
         let user = |stream| socket_peercred(stream).map(|peer| peer.uid);
         match (&self.socket, &other.socket) {
@@ -451,7 +452,7 @@ impl Stream {
         }
     }
 
-    /// Returns the peer's address without its port, or a description of it.
+    /// Returns the IP address of the peer, or text that describes the peer.
     #[must_use]
     pub fn peer_host(&self) -> String {
         match &self.socket {
@@ -463,7 +464,7 @@ impl Stream {
         }
     }
 
-    /// Returns this end's address of a TCP connection.
+    /// Returns the IP address of this end; `None` for a UNIX socket.
     #[must_use]
     pub fn local_ip(&self) -> Option<IpAddr> {
         match &self.socket {
@@ -472,7 +473,7 @@ impl Stream {
         }
     }
 
-    /// Returns the other end's address of a TCP connection.
+    /// Returns the IP address of the other end; `None` for a UNIX socket.
     #[must_use]
     pub fn peer_ip(&self) -> Option<IpAddr> {
         match &self.socket {
@@ -481,25 +482,25 @@ impl Stream {
         }
     }
 
-    /// Returns the keying material that only the two ends of a TLS connection know.
+    /// Returns the TLS exporter: keying material that only the two ends of this connection know. `None` without TLS.
     #[must_use]
     pub fn exporter(&self) -> Option<&Exporter> {
         self.tls.as_ref().map(|tls| &tls.exporter)
     }
 
-    /// Shuts down one or both directions; threads blocked in them return.
+    /// Shuts down one or both directions. Threads that are blocked in a read or write return.
     pub fn shutdown(&self, how: Shutdown) {
         if let (Some(tls), Shutdown::Write | Shutdown::Both) = (&self.tls, how) {
             tls.close(self);
         }
-        // A socket that the peer has closed already fails with ENOTCONN: it is shut down.
+        // Fails with ENOTCONN if the peer has already closed the connection; then nothing must be done.
         let _ = match &self.socket {
             Socket::Tcp(stream) => stream.shutdown(how),
             Socket::Unix(stream) => stream.shutdown(how),
         };
     }
 
-    /// Shuts down both directions without `close_notify`.
+    /// Shuts down both directions without TLS's `close_notify`, so that the peer sees an error.
     pub fn shut_down_abruptly(&self) {
         let _ = match &self.socket {
             Socket::Tcp(stream) => stream.shutdown(Shutdown::Both),
@@ -507,16 +508,17 @@ impl Stream {
         };
     }
 
-    /// Shuts down both directions, and resets the connection on drop. Unsent data is discarded.
+    /// Shuts down both directions, and resets the connection on drop. Data that was not sent is discarded.
     ///
-    /// After a shutdown of reading, the kernel announces no more receive window, even if data is read. A peer that saw a full
-    /// window would wait for it until the kernel forgets the connection (`tcp_fin_timeout`, a minute). The reset prevents that.
+    /// After reading is shut down, the kernel no longer enlarges the receive window, even if data is read. A peer that sees a
+    /// full window would wait until the kernel forgets the connection (`tcp_fin_timeout`, one minute). The reset ends this
+    /// wait.
     pub fn cut(&self) {
         self.reset_on_drop();
         self.shutdown(Shutdown::Both);
     }
 
-    /// Waits until a read does not block; returns false after `timeout`.
+    /// Waits until a read does not block. Returns false after `timeout`.
     ///
     /// # Errors
     /// The system's error.
@@ -537,8 +539,8 @@ impl Stream {
         }
     }
 
-    /// Returns true if a read does not block, after the poll `polled`. With TLS a readable socket is not enough: only a part of
-    /// a record may have arrived.
+    /// Returns true if a read does not block, after a poll with the result `polled`. With TLS a readable socket does not
+    /// suffice: it may contain only a part of a TLS record.
     ///
     /// # Errors
     /// The system's error.
@@ -547,16 +549,16 @@ impl Stream {
             && (self.is_plain() || self.wait_readable(Duration::ZERO)?))
     }
 
-    /// Returns true if a write of some pages does not block: most of the send buffer is free.
+    /// Returns true if some pages can be written without blocking: most of the send buffer is free.
     pub fn is_writable(&self) -> bool {
-        // A broken connection reports its error to the writer.
+        // If the connection is broken, the following write returns the error.
         wait_for(self.as_fd(), PollFlags::OUT, Duration::ZERO).unwrap_or(true)
     }
 
-    /// Reads available bytes into `buffer`; waits up to `timeout` for the first byte. Returns 0 at end of stream.
+    /// Reads available bytes into `buffer`. Waits up to `timeout` for the first byte. Returns 0 at the end of the stream.
     ///
     /// # Errors
-    /// The system's error; `TimedOut`.
+    /// The system's error; `TimedOut` after `timeout`.
     pub fn read_within(&self, buffer: &mut [u8], timeout: Duration) -> io::Result<usize> {
         match self.wait_readable(timeout)? {
             true => self.read_some(buffer),
@@ -564,13 +566,13 @@ impl Stream {
         }
     }
 
-    /// Returns true if received data is buffered here and no longer shows at the socket.
+    /// Returns true if decrypted data is buffered in this process, which a poll of the socket does not report.
     #[must_use]
     pub fn has_plaintext(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.has_plaintext())
     }
 
-    /// Sends `slices` in order.
+    /// Sends the slices in order.
     ///
     /// # Errors
     /// The system's error.
@@ -581,7 +583,7 @@ impl Stream {
         }
     }
 
-    /// Sends `head`, followed by guest memory.
+    /// Sends `head`, then guest memory.
     ///
     /// # Errors
     /// The system's error.
@@ -597,10 +599,10 @@ impl Stream {
         }
     }
 
-    /// Reads into `runs` until they are full.
+    /// Reads from the stream into guest memory until all `runs` are full.
     ///
     /// # Errors
-    /// The system's error; `UnexpectedEof` if the stream ends before.
+    /// The system's error; `UnexpectedEof` if the stream ends first.
     pub fn read_pages(&self, runs: &[GuestRun<'_>], scratch: &mut IoScratch) -> io::Result<()> {
         match &self.tls {
             Some(tls) => tls.read_pages(self, runs),
@@ -608,7 +610,7 @@ impl Stream {
         }
     }
 
-    /// Returns the kernel's state of the send direction; `None` if the socket is not TCP.
+    /// Returns the kernel's state of the send direction; `None` for a UNIX socket.
     pub fn tcp_sending(&self) -> Option<TcpSending> {
         match &self.socket {
             Socket::Tcp(stream) => TcpSending::of(stream.as_fd()).ok(),
@@ -616,7 +618,7 @@ impl Stream {
         }
     }
 
-    /// Returns the number of written bytes that are not acknowledged; `None` if the socket is not TCP.
+    /// Returns the number of written bytes that the peer has not acknowledged; `None` for a UNIX socket.
     pub fn unacknowledged(&self) -> Option<u32> {
         match &self.socket {
             Socket::Tcp(stream) => sock::unacknowledged(stream.as_fd()).ok(),
@@ -624,12 +626,12 @@ impl Stream {
         }
     }
 
-    /// Returns true if the peer has read all written bytes (UNIX), or its kernel has received them (TCP).
+    /// Returns true if all written bytes were read by the peer (UNIX), or received by its kernel (TCP).
     pub fn is_delivered(&self) -> bool {
         !sock::unacknowledged(self.as_fd()).is_ok_and(|bytes| bytes > 0)
     }
 
-    /// Returns true if the peer has closed the connection, even with unread data.
+    /// Returns true if the peer has closed the connection. Data that it sent before may still be unread.
     pub fn is_hung_up(&self) -> bool {
         matches!(
             wait_for(self.as_fd(), PollFlags::RDHUP, Duration::ZERO),
@@ -637,15 +639,15 @@ impl Stream {
         )
     }
 
-    /// Makes a drop reset the connection: the peer notices immediately, whatever is in the buffers.
+    /// Makes a drop reset the connection. The peer notices this immediately, even if buffers contain data.
     pub fn reset_on_drop(&self) {
-        // A UNIX socket has no such option: its peer always notices the close.
+        // A UNIX socket has no such option, and needs none: its peer notices every close.
         if let Socket::Tcp(stream) = &self.socket {
             let _ = rustix::net::sockopt::set_socket_linger(stream, Some(Duration::ZERO));
         }
     }
 
-    /// Returns true if the peer has reset the connection, which may have lost a part of its data.
+    /// Returns true if the peer has reset the connection. A part of its data may be lost.
     pub fn is_reset(&self) -> bool {
         let mut fds = [PollFd::new(self, PollFlags::empty())];
         matches!(
@@ -654,7 +656,7 @@ impl Stream {
         ) && fds[0].revents().contains(PollFlags::ERR)
     }
 
-    /// Limits the time that a write may wait for the peer to read.
+    /// Sets the maximum time for which a write may wait until the peer reads.
     ///
     /// # Errors
     /// The system's error.
@@ -665,7 +667,7 @@ impl Stream {
         }
     }
 
-    /// Removes the limit of write times, as in a new connection.
+    /// Removes the timeout of writes, as in a new connection.
     ///
     /// # Errors
     /// The system's error.
@@ -676,23 +678,23 @@ impl Stream {
         }
     }
 
-    /// Makes the kernel end the connection if sent data is not acknowledged for 30 s, also if the peer lost power. For
-    /// connections with little data, which their reader takes immediately.
+    /// Makes the kernel end the connection if the peer does not acknowledge data for 30 s, even after a power failure of the
+    /// peer. For connections with little data, which the peer reads immediately.
     pub fn notice_loss(&self) {
         if let Socket::Tcp(stream) = &self.socket {
             tcp::notice_loss(stream);
         }
     }
 
-    /// Makes the keepalive end the connection if the peer is silent for longer than `limit`; zero means never.
+    /// Sets the time without any sign of the peer after which the kernel's keepalive ends the connection. Zero means never.
     pub fn set_silence_limit(&self, limit: Duration) {
         if let Socket::Tcp(stream) = &self.socket {
-            // If the kernel refuses, the settings stay as they are.
+            // If the kernel refuses, the settings do not change.
             let _ = tcp::set_silence_limit(stream, limit);
         }
     }
 
-    /// Limits the time that a read may wait.
+    /// Sets the maximum time for which a read may wait.
     ///
     /// # Errors
     /// The system's error.
@@ -703,7 +705,7 @@ impl Stream {
         }
     }
 
-    /// Limits the time that a read or a write may wait.
+    /// Sets the maximum time for which a read or a write may wait.
     ///
     /// # Errors
     /// The system's error.
@@ -712,7 +714,7 @@ impl Stream {
         self.set_write_timeout(timeout)
     }
 
-    /// Reads available bytes into `buffer`; waits for the first byte. Returns 0 at end of stream.
+    /// Reads available bytes into `buffer`. Waits without a limit for the first byte. Returns 0 at the end of the stream.
     ///
     /// # Errors
     /// The system's error.
@@ -726,7 +728,8 @@ impl Stream {
         }
     }
 
-    /// Peeks at the first bytes without waiting. Returns their number (0 at end of stream), or `None` if nothing has arrived.
+    /// Peeks at the first bytes without waiting. Returns their number, 0 at the end of the stream, or `None` if nothing has
+    /// arrived.
     ///
     /// # Errors
     /// The system's error.

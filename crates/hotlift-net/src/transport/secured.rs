@@ -1,6 +1,6 @@
-//! TLS of a connection, between its readers and writers and its socket.
+//! TLS of a connection: encrypts for its writers, and decrypts for its readers.
 //!
-//! Different threads read and write, and each direction has its own lock: a thread that waits for bytes does not block a
+//! Each direction has its own lock, because different threads read and write. So a thread that waits for bytes does not block a
 //! sender.
 
 use std::io::{self, Read, Write};
@@ -15,28 +15,29 @@ use hotlift_tls::{
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
-/// Both directions of a connection after its handshake.
+/// TLS state of both directions, after the handshake.
 #[derive(Debug)]
 pub(super) struct Secured {
     reader: Mutex<Reading>,
     writer: Mutex<RecordSealer>,
-    /// True if a missing `close_notify` is not an error, as with a QEMU. The migration stream itself shows if data is missing.
+    /// True if a missing `close_notify` is not an error. A QEMU sends none, and its migration stream itself shows if data is
+    /// missing.
     may_lack_close: bool,
-    /// The other side's verified certificate; none from a QEMU that was not asked for one.
+    /// Verified identity in the other side's certificate; `None` for a QEMU that was not asked for a certificate.
     pub peer: Option<Identity>,
     pub exporter: Exporter,
 }
 
-/// The receiving direction.
+/// State of the receiving direction.
 #[derive(Debug)]
 struct Reading {
     records: RecordOpener,
-    /// Error found by [`Secured::answers_at_once`], for the next read.
+    /// Error that [`Secured::answers_at_once`] found. The next read returns it.
     error: Option<RecordError>,
 }
 
 impl Reading {
-    /// Calls [`RecordOpener::plaintext`], or returns the stored error.
+    /// Returns decrypted bytes ([`RecordOpener::plaintext`]), or the stored error.
     fn plaintext(&mut self, from: &mut impl Read) -> Result<&[u8], RecordError> {
         match self.error.take() {
             Some(error) => Err(error),
@@ -67,7 +68,7 @@ impl Secured {
         self.reader.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads available bytes; waits for the first byte. Returns 0 after `close_notify`.
+    /// Reads available bytes, and waits for the first byte. Returns 0 after `close_notify`.
     pub(super) fn read(&self, mut from: impl Read, into: &mut [u8]) -> io::Result<usize> {
         let mut reader = self.reader();
         let plaintext = match reader.plaintext(&mut from) {
@@ -80,8 +81,8 @@ impl Secured {
         Ok(length)
     }
 
-    /// Returns true if a read does not block: bytes, the end or an error are available. A part of a record is not enough, since
-    /// the rest may never arrive. Returns `None` if another thread is reading.
+    /// Returns true if a read does not block, because bytes, the end of the stream or an error are available. A part of a
+    /// record does not suffice: the rest may never arrive. Returns `None` if another thread is reading.
     pub(super) fn answers_at_once(&self, socket: impl AsFd) -> Option<bool> {
         let mut reader = self.reader.try_lock().ok()?;
         if reader.error.is_some() {
@@ -100,7 +101,7 @@ impl Secured {
         }
     }
 
-    /// Fills `runs`; each byte is decrypted in the receive buffer and copied to its place.
+    /// Fills `runs`, which are guest memory. Bytes are decrypted in the receive buffer, and then copied into guest memory.
     pub(super) fn read_pages(&self, socket: impl AsFd, runs: &[GuestRun<'_>]) -> io::Result<()> {
         let mut from = Direct::waiting(socket.as_fd());
         let mut reader = self.reader();
@@ -121,7 +122,8 @@ impl Secured {
         Ok(())
     }
 
-    /// Peeks at received bytes without waiting; returns `None` if there are none.
+    /// Peeks at decrypted bytes without waiting. Returns their number, 0 at the end of the stream, or `None` if nothing has
+    /// arrived.
     pub(super) fn peek(&self, socket: impl AsFd, into: &mut [u8]) -> io::Result<Option<usize>> {
         let mut reader = self.reader();
         match reader.plaintext(&mut Direct::at_once(socket.as_fd())) {
@@ -136,9 +138,9 @@ impl Secured {
         }
     }
 
-    /// Returns true if decrypted bytes are buffered: the socket does not show them.
+    /// Returns true if decrypted bytes are buffered, which a poll of the socket does not report.
     pub(super) fn has_plaintext(&self) -> bool {
-        // A thread that is reading takes them.
+        // If another thread is reading, that thread takes the bytes.
         self.reader
             .try_lock()
             .is_ok_and(|reader| reader.error.is_some() || reader.records.is_ready())
@@ -150,7 +152,7 @@ impl Secured {
         writer.send(&mut to, from).map_err(io_error)
     }
 
-    /// Sends `close_notify` if that does not block. It is skipped if a thread is blocked in a write, or the socket is full.
+    /// Sends `close_notify`, unless this would block: a thread is blocked in a write, or the socket is full.
     pub(super) fn close(&self, socket: impl AsFd) {
         if let Ok(mut writer) = self.writer.try_lock() {
             let _ = writer.close(&mut Direct::at_once(socket.as_fd()));
@@ -162,7 +164,7 @@ impl Secured {
 pub(crate) struct PacketPlaintext<'p, 'm> {
     head: &'p [u8],
     runs: &'p [GuestRun<'m>],
-    /// Rest of the current run.
+    /// Unsent part of the current run.
     first: Option<GuestRun<'m>>,
     remaining: usize,
 }
@@ -212,7 +214,8 @@ impl Plaintext for PacketPlaintext<'_, '_> {
     }
 }
 
-/// A socket with direct system calls: libc's are cancellation points, which took 5 % of the CPU time of a channel's receiver.
+/// A socket with direct system calls. Those of libc are cancellation points, which took 5 % of the CPU time of a channel's
+/// receiver.
 struct Direct<'a> {
     socket: BorrowedFd<'a>,
     receive: RecvFlags,
@@ -259,7 +262,7 @@ impl Write for Direct<'_> {
     }
 }
 
-/// Returns the plaintext of `parts` in order.
+/// Returns a plaintext that consists of `parts` in order.
 pub(super) fn parts<'a, 'p>(parts: &'a [&'p [u8]]) -> Slices<'a, &'p [u8]> {
     Slices::new(parts)
 }
@@ -297,13 +300,13 @@ mod tests {
         let mut bytes = [0; 8];
         let long = Duration::from_secs(10);
         assert_eq!(here.read_within(&mut bytes, long).unwrap(), 5);
-        // The header of a record without the rest.
+        // The header of a TLS record, without its content.
         (&beside).write_all(&[23, 3, 3, 1, 0, 9, 9]).unwrap();
         let short = Duration::from_millis(20);
         assert!(!here.wait_readable(short).unwrap());
         let late = here.read_within(&mut bytes, short).unwrap_err();
         assert_eq!(late.kind(), io::ErrorKind::TimedOut);
-        // The end without `close_notify` makes the connection readable, and is an error of the read.
+        // The end of the connection without `close_notify` makes the connection readable. The read then returns an error.
         drop((there, beside));
         assert!(here.wait_readable(long).unwrap());
         assert!(here.read_within(&mut bytes, long).is_err());

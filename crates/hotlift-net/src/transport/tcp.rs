@@ -13,22 +13,22 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, sockopt};
 use super::attempts::{Failed, Schedule, check_zone};
 use super::{Address, Stop, Stream, Transport};
 
-/// Interval of keepalive probes on a silent connection.
+/// Idle time before the first keepalive probe, and interval between probes.
 const KEEPALIVE: Duration = Duration::from_secs(10);
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Longest retransmission interval that the kernel accepts; also its default.
+/// Longest retransmission interval that the kernel accepts, and its default.
 const LONGEST_RETRANSMISSION: Duration = Duration::from_secs(120);
 
-/// Number of unanswered probes after which the other side counts as lost.
+/// Number of unanswered keepalive probes after which the peer counts as lost.
 const KEEPALIVE_PROBES: u32 = 3;
 
-/// TCP_USER_TIMEOUT of [`notice_loss`], in milliseconds: the time that the keepalive probes take.
+/// Value of TCP_USER_TIMEOUT in [`notice_loss`], in milliseconds: the time that three keepalive probes take.
 const USER_TIMEOUT_MS: u32 = 30_000;
 
-/// Limit of unsent bytes in a socket: half a packet of method none. With 64 KiB the source woke up more often and needed a
-/// fifth more CPU; both measured with method none over loopback.
+/// Maximum number of unsent bytes in a socket: half a packet of method none. With 64 KiB the source woke up more often and
+/// needed a fifth more CPU time. Measured with method none over loopback.
 pub const MAX_UNSENT: u32 = 256 << 10;
 
 /// TCP over IPv4 or IPv6.
@@ -61,7 +61,7 @@ impl Transport for Tcp {
     }
 }
 
-/// Connects to the first address of the host that answers. Each attempt may take `timeout`.
+/// Connects to the first address of the host that accepts. Each attempt may take `timeout`.
 pub(super) fn connect(
     host: &str,
     port: u16,
@@ -69,7 +69,7 @@ pub(super) fn connect(
     stop: Stop<'_>,
 ) -> io::Result<Stream> {
     let host = if host.is_empty() { "localhost" } else { host };
-    // A name of this host may only resolve to loopback: connections to this host go without TLS.
+    // A name of this host must resolve only to loopback addresses, because connections to this host may go without TLS.
     let stays = super::is_this_host(host);
     let addresses = (host, port).to_socket_addrs()?;
     let addresses = addresses.filter(|address| !stays || address.ip().to_canonical().is_loopback());
@@ -78,14 +78,14 @@ pub(super) fn connect(
     Ok(stream.into())
 }
 
-/// A running TCP handshake.
+/// A TCP connection attempt in progress.
 struct Attempt {
     address: SocketAddr,
     socket: OwnedFd,
     deadline: Instant,
 }
 
-/// Connects to the addresses of `host` in the order of `schedule`, until one answers.
+/// Tries the addresses of `host` in the order of `schedule`, until one accepts.
 fn connect_to_first(
     mut schedule: Schedule,
     host: &str,
@@ -143,7 +143,7 @@ fn connect_to_first(
     }
 }
 
-/// Begins a TCP handshake without waiting for its end.
+/// Starts to connect to `address`, without waiting for the end of the attempt.
 fn begin(address: &SocketAddr) -> io::Result<OwnedFd> {
     check_zone(address)?;
     let family = match address {
@@ -158,7 +158,7 @@ fn begin(address: &SocketAddr) -> io::Result<OwnedFd> {
     }
 }
 
-/// Waits until a handshake has ended; returns true for each that has.
+/// Waits until at least one attempt has ended. Returns for each attempt if it has ended.
 fn wait_for_any(attempts: &[Attempt], time: Duration, stop: Stop<'_>) -> io::Result<Vec<bool>> {
     let polled = attempts.iter();
     let polled = polled.map(|attempt| PollFd::new(&attempt.socket, PollFlags::OUT));
@@ -172,14 +172,14 @@ fn wait_for_any(attempts: &[Attempt], time: Duration, stop: Stop<'_>) -> io::Res
 
 /// Sets the socket options of a connection.
 pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
-    // One call writes a whole packet. Waiting for more data to fill a segment would only add to the downtime.
+    // One call writes a whole packet. If the kernel waited for more data to fill a segment, it would only add to the downtime.
     stream.set_nodelay(true)?;
-    // On one host, the destination of method none needs a tenth less CPU with this limit, and the source no more. Without it
-    // the source runs far ahead, and the destination spends its time on pushing out the queue. If the kernel refuses, the
-    // settings stay as they are.
+    // With this limit the destination of method none on the same host needs a tenth less CPU time, and the source no more.
+    // Without the limit the source fills the queue, and the destination spends its time with emptying it. If the kernel
+    // refuses, the settings do not change.
     let _ = limit_unsent(stream.as_fd(), MAX_UNSENT);
-    // A host without power closes nothing. TCP_USER_TIMEOUT is not used: it would also end a connection with a slow reader (see
-    // the engine's `liveness`).
+    // A host that loses power closes no connection, so keepalive is needed. TCP_USER_TIMEOUT is not used: it would also end a
+    // connection whose peer reads slowly (see the engine's `liveness`).
     keep_alive(stream)
 }
 
@@ -191,29 +191,31 @@ fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     Ok(())
 }
 
-/// Sets the keepalive of a connection for the silence limit `limit`; zero disables it. The kernel ends the connection after the
-/// limit, so that the process reports a lost peer first, with the host's name.
+/// Configures the keepalive for the silence limit `limit`; zero disables it. The kernel ends the connection somewhat after the
+/// limit. So the process first reports the lost peer, with the name of its host.
 pub(super) fn set_silence_limit(stream: &TcpStream, limit: Duration) -> io::Result<()> {
     if limit.is_zero() {
         return Ok(sockopt::set_socket_keepalive(stream, false)?);
     }
-    // With doubling retransmission intervals, the kernel sends nothing between 25 s and 51 s. After an outage that ends in that
-    // time, a live peer could not answer before the limit of 40 s. Kernels before 6.15 refuse, and keep these intervals.
+    // By default the kernel doubles the retransmission interval: it sends nothing between 25 s and 51 s. If an outage ends in
+    // this time, a live peer could not answer before the limit of 40 s. Kernels before 6.15 refuse the setting, and keep the
+    // default.
     let interval = (limit / 8).clamp(SECOND, LONGEST_RETRANSMISSION);
     if let Ok(interval) = u32::try_from(interval.as_millis()) {
         let _ = limit_retransmission_interval(stream.as_fd(), interval);
     }
-    // Three probes follow the idle time: a quarter of the limit each, in whole seconds up to the kernel's 32767.
+    // Idle time and each of the three probes take a quarter of the limit, in whole seconds, up to the kernel's maximum of
+    // 32767.
     let quarter = (limit / (KEEPALIVE_PROBES + 1)).clamp(SECOND, Duration::from_secs(32_766));
     sockopt::set_tcp_keepidle(stream, quarter)?;
     sockopt::set_tcp_keepintvl(stream, quarter + SECOND)?;
     Ok(())
 }
 
-/// Makes the kernel end the connection if sent data is not acknowledged for [`USER_TIMEOUT_MS`]. Keepalive probes detect a lost
-/// peer only if no data waits for an acknowledgment; otherwise the kernel takes 15 minutes (tcp_retries2).
+/// Makes the kernel end the connection if data is not acknowledged for [`USER_TIMEOUT_MS`]. Keepalive probes are sent only
+/// while no data waits for an acknowledgment. Otherwise the kernel would detect a lost peer after 15 minutes (tcp_retries2).
 pub(super) fn notice_loss(stream: &TcpStream) {
-    // If the kernel refuses, the settings stay as they are.
+    // If the kernel refuses, the settings do not change.
     let _ = keep_alive(stream);
     let _ = sockopt::set_tcp_user_timeout(stream, USER_TIMEOUT_MS);
 }
@@ -222,7 +224,7 @@ pub(super) fn notice_loss(stream: &TcpStream) {
 const BACKLOG: i32 = 4096;
 
 pub(crate) fn listen(host: &str, port: u16) -> io::Result<TcpListener> {
-    // An empty host means all addresses of both families, if the kernel has IPv6.
+    // An empty host means all addresses: IPv6 and IPv4, or only IPv4 if the kernel has no IPv6.
     let listener = if host.is_empty() {
         TcpListener::bind(("::", port)).or_else(|_| TcpListener::bind(("0.0.0.0", port)))?
     } else {
@@ -230,7 +232,8 @@ pub(crate) fn listen(host: &str, port: u16) -> io::Result<TcpListener> {
         addresses.iter().try_for_each(check_zone)?;
         TcpListener::bind(addresses.as_slice())?
     };
-    // Unauthenticated clients can fill the standard library's 128. Then a SYN is lost, and a source waits for seconds.
+    // The standard library's queue of 128 can be filled by unauthenticated clients. The kernel would then drop a SYN, and a
+    // source would wait for seconds.
     rustix::net::listen(&listener, BACKLOG)?;
     Ok(listener)
 }
@@ -243,7 +246,7 @@ mod tests {
     fn a_second_address_is_tried_while_the_first_one_does_not_answer() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let there = listener.local_addr().unwrap();
-        // A listener with a full queue answers no SYN.
+        // A listener with a full accept queue does not answer a SYN.
         let full = socket_with(
             AddressFamily::INET6,
             SocketType::STREAM,

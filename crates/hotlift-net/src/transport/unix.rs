@@ -12,10 +12,10 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket
 
 use super::{Address, Stop, Stream, Transport};
 
-/// Length of the accept queue; as in the standard library.
+/// Length of the accept queue, the same as in the standard library.
 const BACKLOG: i32 = 128;
 
-/// Delay between attempts to connect to a socket whose accept queue is full. No event shows that there is room again.
+/// Delay between attempts to connect to a socket whose accept queue is full. No event reports that the queue has space.
 const RETRY: Duration = Duration::from_millis(10);
 
 /// UNIX stream sockets.
@@ -35,7 +35,7 @@ impl Transport for Unix {
     }
 }
 
-/// A listening socket and its file, which is removed on drop.
+/// A listening UNIX socket. Its file is removed on drop.
 #[derive(Debug)]
 pub struct UnixSocketFile {
     listener: UnixListener,
@@ -49,8 +49,8 @@ impl UnixSocketFile {
         &self.path
     }
 
-    /// Listens at `path` on a socket for the users that `mode` (such as 0o600) permits. Replaces a socket file without a
-    /// listener.
+    /// Listens on a new socket at `path`. `mode` contains the permissions of its file, such as 0o600. If a socket file on which
+    /// no process listens exists, it is replaced.
     ///
     /// # Errors
     /// The system's error.
@@ -89,7 +89,7 @@ pub(super) fn connect(path: &Path, timeout: Duration, stop: Stop<'_>) -> io::Res
     }
 }
 
-/// Connects without blocking; returns [`Errno::AGAIN`] if the accept queue is full.
+/// Connects without waiting. Returns [`Errno::AGAIN`] if the accept queue is full.
 fn try_connect(path: &Path) -> Result<UnixStream, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -97,11 +97,11 @@ fn try_connect(path: &Path) -> Result<UnixStream, Errno> {
     Ok(socket.into())
 }
 
-/// Listens on a socket whose file has `mode`, or the default of the umask.
+/// Listens on a new socket. Its file has the permissions `mode`; with `None`, those of the umask.
 pub(crate) fn listen(path: &Path, mode: Option<Mode>) -> io::Result<UnixSocketFile> {
     let listener = match bind(path, mode) {
-        // A killed process leaves its socket file behind. No process answers there, so the name is free. A socket that answers
-        // is in use, and a file of another type must not be removed.
+        // A killed process leaves its socket file. If nothing accepts connections on it, the file is replaced. A socket in use,
+        // or a file of another type, must not be removed.
         Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_stale_socket(path) => {
             std::fs::remove_file(path)?;
             bind(path, mode)?
@@ -120,10 +120,10 @@ fn bind(path: &Path, mode: Option<Mode>) -> io::Result<UnixListener> {
     };
     let flags = SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    // The file gets the socket's mode when it is bound, so that it never has another.
+    // The bind creates the file with the socket's permissions, so it never has wider ones.
     rustix::fs::fchmod(&socket, mode)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
-    // The umask may have removed bits.
+    // The umask may have removed permissions.
     rustix::fs::chmod(path, mode)?;
     rustix::net::listen(&socket, BACKLOG)?;
     Ok(socket.into())
