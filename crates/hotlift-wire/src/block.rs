@@ -1,24 +1,24 @@
-//! RAM blocks on the wire: a name, and a length that bounds page offsets.
+//! A RAM block in the stream: its name, and its length, which limits page offsets.
 
 use crate::WireError;
 use crate::reader::as_u64;
 
-/// One entry of the RAM block list in the START section of `ram`.
+/// An entry of the RAM block list in the START section of `ram`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RamBlockEntry {
-    /// QEMU's `idstr` of the block, 1 to 255 bytes, unique in the list.
+    /// Name of the block (QEMU's `idstr`), 1 to 255 bytes, unique in the list.
     pub name: String,
     /// Length in bytes (`used_length`), a positive multiple of the page size.
     pub used_length: u64,
-    /// Size in bytes of the host's pages for the block, a power of two: postcopy places only whole host pages. More than
+    /// Size in bytes of the host's pages that back the block, a power of two. Postcopy places only whole host pages. More than
     /// [`PAGE_SIZE`](crate::PAGE_SIZE) only in a stream that announces postcopy.
     pub page_size: u64,
-    /// Guest physical address, only in streams with capability `x-ignore-shared`.
+    /// Guest physical address; `Some` only in streams with capability `x-ignore-shared`.
     pub guest_address: Option<u64>,
 }
 
 impl RamBlockEntry {
-    /// Creates an entry of an ordinary stream (without `x-ignore-shared`).
+    /// Creates an entry for a stream without `x-ignore-shared`, with pages of 4 KiB.
     pub fn new(name: impl Into<String>, used_length: u64) -> Self {
         Self {
             name: name.into(),
@@ -28,7 +28,7 @@ impl RamBlockEntry {
         }
     }
 
-    /// Checks that `offset` is a multiple of `page_size` (a power of two) and that the whole page lies in the block. QEMU
+    /// Checks that `offset` is a multiple of `page_size` (a power of two), and that the whole page is inside the block. QEMU
     /// checks only the first byte of a page.
     pub(crate) fn check_page(&self, offset: u64, page_size: usize) -> Result<(), WireError> {
         self.check_pages(&[offset], page_size)
@@ -49,15 +49,15 @@ impl RamBlockEntry {
         })
     }
 
-    /// Does the same as [`RamBlockEntry::check_page`] for a packet's pages.
+    /// Checks several pages as [`RamBlockEntry::check_page`] does.
     pub(crate) fn check_pages(&self, offsets: &[u64], page_size: usize) -> Result<(), WireError> {
         let page_size = as_u64(page_size);
         let is_page = |offset: u64| {
             let end = offset.checked_add(page_size);
             offset.is_multiple_of(page_size) && end.is_some_and(|end| end <= self.used_length)
         };
-        // All offsets are aligned if their OR is, and end in the block if the highest does: one test for each packet, and the
-        // loops vectorise.
+        // All offsets are aligned if their bitwise OR is, and all pages are inside the block if the highest one is. So each
+        // packet needs only one test, and the compiler can vectorise the loops.
         let bits = offsets.iter().fold(0, |bits, offset| bits | offset);
         let highest = offsets
             .iter()
@@ -76,7 +76,8 @@ impl RamBlockEntry {
     }
 }
 
-/// Returns the index of the block called `name`. `hint` is tried first: consecutive pages are nearly always in one block.
+/// Returns the index of the block with this `name`. Tries the index `hint` first, because consecutive pages are nearly always
+/// in one block.
 pub(crate) fn find(blocks: &[RamBlockEntry], name: &[u8], hint: usize) -> Result<usize, WireError> {
     let is_named = |block: &RamBlockEntry| block.name.as_bytes() == name;
     if blocks.get(hint).is_some_and(is_named) {

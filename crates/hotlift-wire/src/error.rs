@@ -2,10 +2,10 @@
 
 use std::str::Utf8Error;
 
-/// Reason why bytes cannot be decoded, or why a value cannot be encoded.
+/// Reason why bytes cannot be decoded, or a value cannot be encoded.
 ///
-/// Only [`WireError::Truncated`] can be resolved by more bytes; every other variant is final. `what` names the field or record
-/// in the terms of QEMU's stream.
+/// More bytes can resolve only [`WireError::Truncated`]; all other errors are final. `what` names the field or record with
+/// QEMU's term.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
@@ -14,10 +14,10 @@ pub enum WireError {
     Truncated {
         /// The incomplete field.
         what: &'static str,
-        /// Number of bytes that are certainly missing, at least 1; more may follow.
+        /// Number of bytes that are missing at least, never 0; the record may need more.
         needed: usize,
     },
-    /// A field with one permitted value has another.
+    /// A field does not have its only permitted value.
     #[error("{what} is {got:#x}, expected {expected:#x}")]
     Mismatch {
         /// The field.
@@ -27,7 +27,7 @@ pub enum WireError {
         /// The actual value.
         got: u64,
     },
-    /// A count or length exceeds the limit of this crate (see [`crate::limits`]) or of the format.
+    /// A count or length exceeds a limit of this crate (see [`crate::limits`]) or of the format.
     #[error("{what} is {got}, at most {limit} is accepted")]
     OverLimit {
         /// The count or length.
@@ -48,13 +48,13 @@ pub enum WireError {
     /// The source is a Hotlift with another [`VERSION`](crate::handshake::VERSION).
     #[error("a channel of a Hotlift with version {got} of the protocol")]
     HotliftVersion {
-        /// Its version.
+        /// The source's version.
         got: u16,
     },
-    /// The stream uses a part of QEMU's format that is not implemented here.
+    /// The stream uses a part of QEMU's format that this crate does not implement.
     #[error("{what} is not supported")]
     Unsupported {
-        /// The part.
+        /// The part that is not implemented.
         what: &'static str,
     },
     /// A required name or length is empty.
@@ -75,46 +75,46 @@ pub enum WireError {
     /// Unexpected bytes follow a complete record.
     #[error("{extra} bytes follow the end of {what}")]
     Trailing {
-        /// The record.
+        /// The complete record.
         what: &'static str,
         /// Number of extra bytes.
         extra: usize,
     },
-    /// A record was received, or written, out of order.
+    /// A record was received or written out of order.
     #[error("{got} where {expected} was due")]
     OutOfOrder {
-        /// The record.
+        /// The record out of order.
         got: &'static str,
         /// The expected record.
         expected: &'static str,
     },
-    /// A checksum (Hotlift's, QEMU has none) does not match the bytes.
+    /// A checksum does not match the received bytes. Only a Hotlift sends checksums, a QEMU sends none.
     #[error("{what} has CRC-32 {got:#010x}, its sender computed {expected:#010x}")]
     Checksum {
-        /// The covered bytes.
+        /// The bytes that the checksum covers.
         what: &'static str,
-        /// The sum that was sent.
+        /// The checksum that was received.
         expected: u32,
-        /// The sum of the bytes that arrived.
+        /// The checksum computed from the received bytes.
         got: u32,
     },
-    /// A PART or END section refers to a section id that no START introduced, or that has ended.
+    /// The section id of a PART or END section is not that of an open section: no START had it, or the section has ended.
     #[error("section id {id} has no open START section")]
     UnknownSectionId {
-        /// The id.
+        /// The section id.
         id: u32,
     },
-    /// A section id or a device (`idstr` and instance) appears twice.
+    /// A section id appears twice, or a device (name and instance) does.
     #[error("section {id} ({idstr}, instance {instance_id}) repeats an earlier section")]
     DuplicateSection {
-        /// Section id on the wire.
+        /// Section id in the stream.
         id: u32,
         /// Name of the device.
         idstr: String,
         /// Instance of the device.
         instance_id: u32,
     },
-    /// The length of a device's payload is unknown, so the rest of the stream cannot be read.
+    /// The length of a device's state is unknown, so the rest of the stream cannot be read.
     #[error("device {idstr} (instance {instance_id}) has a payload of unknown length")]
     UnknownDevice {
         /// Name of the device.
@@ -122,22 +122,22 @@ pub enum WireError {
         /// Instance of the device.
         instance_id: u32,
     },
-    /// The end of a device's state before RAM was not found; its layout is unknown.
+    /// The end of a device's state before RAM was not found. The layout of this state is unknown.
     #[error("device {idstr} sends state before RAM, and {limit} bytes of it have no end")]
     NoSectionEnd {
         /// Name of the device.
         idstr: String,
-        /// Number of searched bytes.
+        /// Number of bytes that were searched.
         limit: u64,
     },
-    /// The length of a device's state before RAM differs from the VM description.
+    /// A device's state before RAM does not have the length given in the VM description, or is missing there.
     #[error("the state before RAM of device {idstr} was read as {got} bytes, and {}", in_description(*described))]
     SectionLength {
         /// Name of the device.
         idstr: String,
-        /// The length in the description, if present.
+        /// Length in bytes given in the VM description; `None` if the device is not described.
         described: Option<u64>,
-        /// Bytes that were read.
+        /// Length in bytes that was read.
         got: u64,
     },
     /// A page names a RAM block that is not in the block list.
@@ -152,17 +152,17 @@ pub enum WireError {
         /// Name of the block.
         block: String,
     },
-    /// A RAM block's length is zero, not a multiple of the page size, or more than what remains of the list's total.
+    /// A RAM block's length is zero, is not a multiple of the page size, or exceeds the rest of the announced total.
     #[error("RAM block {block:?} has length {length:#x}, {remaining:#x} bytes of the total remain")]
     BadBlockLength {
         /// Name of the block.
         block: String,
-        /// Its length in bytes.
+        /// Length of the block in bytes.
         length: u64,
-        /// Rest of the announced total after the blocks before it.
+        /// Announced total minus the lengths of the blocks before this one, in bytes.
         remaining: u64,
     },
-    /// A page is not completely inside its RAM block, or not on a page boundary.
+    /// A page is not completely inside its RAM block, or not at a multiple of the page size.
     #[error("page at {offset:#x} is no page of RAM block {block:?} of length {block_length:#x}")]
     BadPageOffset {
         /// Name of the block.
@@ -186,8 +186,8 @@ pub enum WireError {
         /// Length of the block in bytes.
         block_length: u64,
     },
-    /// Bitmap and pages of a RAM block in a `mapped-ram` file do not follow its header in this order, are not aligned, or do
-    /// not end in the file.
+    /// Bitmap and pages of a RAM block in a `mapped-ram` file are at invalid positions. They must follow the block's header in
+    /// this order, must be aligned, and must end inside the file.
     #[error(
         "RAM block {block:?} of length {length:#x} has its bitmap at {bitmap_offset:#x} and its pages \
          at {pages_offset:#x} of a file of {file_len:#x} bytes"
@@ -195,19 +195,19 @@ pub enum WireError {
     BadMappedBlock {
         /// Name of the block.
         block: String,
-        /// File position of its bitmap.
+        /// File position of the block's bitmap.
         bitmap_offset: u64,
-        /// File position of its first page.
+        /// File position of the block's first page.
         pages_offset: u64,
-        /// Its length in bytes.
+        /// Length of the block in bytes.
         length: u64,
         /// Length of the file in bytes.
         file_len: u64,
     },
-    /// A page record continues "the same block" before any block was named.
+    /// A page record refers to the previous record's RAM block, but is the first record.
     #[error("first page record has RAM_SAVE_FLAG_CONTINUE, but no block was named yet")]
     NoCurrentBlock,
-    /// The VM description is not QEMU's JSON.
+    /// The VM description is not JSON in QEMU's format.
     #[error("VM description cannot be read")]
     Description {
         /// Error of the JSON parser.
@@ -217,7 +217,7 @@ pub enum WireError {
 }
 
 impl WireError {
-    /// Rejects bytes, named `what`, whose CRC-32 differs from the received one.
+    /// Fails if the received CRC-32 `expected` differs from the computed `got`. `what` names the bytes that it covers.
     pub(crate) fn check_crc(what: &'static str, expected: u32, got: u32) -> Result<(), Self> {
         if expected == got {
             return Ok(());
@@ -230,7 +230,7 @@ impl WireError {
     }
 }
 
-/// Returns the text on a device's length in the VM description.
+/// Returns the part of an error message about a device's length in the VM description.
 fn in_description(length: Option<u64>) -> String {
     match length {
         Some(length) => format!("its VM description has {length}"),

@@ -1,4 +1,4 @@
-//! Reads a save file from another host: ranges of its bytes, over a separate connection.
+//! Messages with which a host reads ranges of a save file from a file server on another host.
 //!
 //! ```text
 //! client                                            server
@@ -11,13 +11,14 @@
 //!                                                     failed   be32 2^32 - 1  be16 length  text
 //! ```
 //!
-//! A client may send any number of reads before it reads the answers, which come in the same order. An answer is shorter than
-//! requested only at the end of the file. The ranges have no checksums, since the parts of a save file have their own.
+//! A client may send several reads before it receives the first answer. Answers have the order of the reads. An answer is
+//! shorter than the requested length only at the end of the file. The ranges have no checksums: the content of a save file has
+//! its own.
 
 use crate::reader::as_u64;
 use crate::{Reader, WireError, limits};
 
-/// Version of these messages. A server refuses other versions with an explicit error.
+/// Version of these messages. A server refuses another version with an error that reports this.
 pub const VERSION: u32 = 1;
 
 const OPEN_MAGIC: [u8; 4] = *b"HLFO";
@@ -26,29 +27,29 @@ const REPLY_MAGIC: [u8; 4] = *b"HLFA";
 /// Length of a [`Read`] in bytes.
 pub const READ_LEN: usize = 12;
 
-/// Length value of an answer without bytes: the read has failed.
+/// Length field of an answer to a read that failed. No bytes of the file follow.
 const FAILED: u32 = u32::MAX;
 
-/// Opens a file for the reads that follow.
+/// Request that opens a file. [`Read`] requests follow on the same connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Open<'a> {
     /// [`VERSION`] of the client.
     pub version: u32,
-    /// Random number that a client uses for all its connections, so that the server counts them as one visitor.
+    /// Random number that one client uses for all its connections. The server counts them as one client.
     pub visitor: u64,
     /// Name of the file, without a path.
     pub name: &'a str,
 }
 
-/// Reason why a server does not open a file.
+/// Reason why a server refuses to open a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Refusal {
-    /// The file does not exist, or is not exported.
+    /// The file does not exist, or the server does not export it.
     NotThere = 1,
-    /// A limit of connections is reached, or the system lacks a resource: a later retry may succeed.
+    /// Too many connections are open, or the server's system lacks a resource. A later retry may succeed.
     NotNow = 2,
-    /// The client has another version.
+    /// The client uses another [`VERSION`].
     Version = 3,
 }
 
@@ -59,19 +60,19 @@ pub enum Reply<'a> {
     Opened {
         /// Length of the file in bytes.
         length: u64,
-        /// Unique id of the file.
+        /// Id of the file, unique among files.
         id: u64,
     },
-    /// The file is not open.
+    /// The file was not opened.
     Refused {
-        /// Kind of the reason.
+        /// Reason for programs.
         why: Refusal,
-        /// Reason as text.
+        /// Reason as text for an operator.
         text: &'a str,
     },
 }
 
-/// A range of the file.
+/// Request to read a range of the open file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Read {
     /// Position of the first byte.
@@ -80,20 +81,20 @@ pub struct Read {
     pub length: usize,
 }
 
-/// Head of an answer, before its bytes.
+/// Head of the answer to a [`Read`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer<'a> {
-    /// This number of bytes follows.
+    /// The read has succeeded: this number of bytes follows.
     Bytes(usize),
-    /// No bytes follow: the server could not read them.
+    /// The read has failed, for this reason. No bytes follow.
     Failed(&'a str),
 }
 
 impl<'a> Open<'a> {
-    /// Appends the message.
+    /// Appends the encoded message to `out`.
     ///
     /// # Errors
-    /// An empty name, or one longer than [`limits::FILE_NAME`].
+    /// A name that is empty or longer than [`limits::FILE_NAME`].
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), WireError> {
         const WHAT: &str = "the name of a file";
         if self.name.is_empty() {
@@ -113,11 +114,11 @@ impl<'a> Open<'a> {
         Ok(())
     }
 
-    /// Reads a message, and returns its length in bytes.
+    /// Decodes the message at the start of `bytes`. Returns the message and its length in bytes.
     ///
     /// # Errors
-    /// [`WireError::Truncated`] if more bytes may complete it; any other error is final. Of another version only the version is
-    /// read.
+    /// [`WireError::Truncated`] if more bytes may complete the message; any other error is final. If the client has another
+    /// version, only the version is decoded.
     pub fn decode(bytes: &'a [u8]) -> Result<(Self, usize), WireError> {
         const WHAT: &str = "the opening of a file";
         let mut reader = Reader::new(bytes);
@@ -148,7 +149,7 @@ impl<'a> Open<'a> {
 }
 
 impl<'a> Reply<'a> {
-    /// Appends the message; the text is cut to [`limits::FILE_TEXT`].
+    /// Appends the encoded message to `out`. The text is cut to [`limits::FILE_TEXT`].
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&REPLY_MAGIC);
         match *self {
@@ -164,10 +165,10 @@ impl<'a> Reply<'a> {
         }
     }
 
-    /// Reads a message, and returns its length in bytes.
+    /// Decodes the message at the start of `bytes`. Returns the message and its length in bytes.
     ///
     /// # Errors
-    /// [`WireError::Truncated`] if more bytes may complete it; any other error is final.
+    /// [`WireError::Truncated`] if more bytes may complete the message; any other error is final.
     pub fn decode(bytes: &'a [u8]) -> Result<(Self, usize), WireError> {
         const WHAT: &str = "the answer to the opening of a file";
         let mut reader = Reader::new(bytes);
@@ -204,10 +205,10 @@ impl Read {
         bytes
     }
 
-    /// Decodes a message.
+    /// Decodes the message.
     ///
     /// # Errors
-    /// More bytes than [`limits::FILE_READ`], or beyond the last possible position.
+    /// A length above [`limits::FILE_READ`], or a range that ends after the highest possible position.
     pub fn decode(bytes: &[u8; READ_LEN]) -> Result<Self, WireError> {
         let mut reader = Reader::new(bytes);
         let position = reader.be64("the position of a read")?;
@@ -225,10 +226,10 @@ impl Read {
 }
 
 impl<'a> Answer<'a> {
-    /// Appends the head; the text is cut to [`limits::FILE_TEXT`].
+    /// Appends the encoded head to `out`. The text is cut to [`limits::FILE_TEXT`].
     ///
     /// # Errors
-    /// More bytes than [`limits::FILE_READ`].
+    /// A length above [`limits::FILE_READ`].
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), WireError> {
         match *self {
             Self::Bytes(length) => {
@@ -252,10 +253,11 @@ impl<'a> Answer<'a> {
         }
     }
 
-    /// Reads the head of the answer to a read of `asked` bytes, and returns its length without the bytes that follow.
+    /// Decodes the head of the answer to a read of `asked` bytes. Returns the head and its length, without the file's bytes
+    /// that follow.
     ///
     /// # Errors
-    /// [`WireError::Truncated`] if more bytes may complete it; any other error is final, such as more than `asked` bytes.
+    /// [`WireError::Truncated`] if more bytes may complete the head; any other error is final, such as a length above `asked`.
     pub fn decode(bytes: &'a [u8], asked: usize) -> Result<(Self, usize), WireError> {
         let mut reader = Reader::new(bytes);
         let length = reader.clone().be32("an answer")?;
@@ -283,7 +285,7 @@ fn magic(reader: &mut Reader<'_>, magic: [u8; 4], what: &'static str) -> Result<
     Ok(())
 }
 
-/// Reads a be16, at most `limit`, and that number of bytes of UTF-8.
+/// Reads a be16 length, at most `limit`, and a UTF-8 text of this length in bytes.
 fn text<'a>(
     reader: &mut Reader<'a>,
     limit: usize,
@@ -300,7 +302,7 @@ fn text<'a>(
     reader.text(length, what)
 }
 
-/// Appends the format of [`text`]; cuts `text` to `limit`, which fits a be16.
+/// Appends `text` in the format that [`text`] reads, cut to `limit` bytes. `limit` must fit a be16.
 fn put_text(out: &mut Vec<u8>, text: &str, limit: usize) {
     let mut cut = text.len().min(limit);
     while !text.is_char_boundary(cut) {
@@ -315,7 +317,7 @@ fn put_text(out: &mut Vec<u8>, text: &str, limit: usize) {
 mod tests {
     use super::*;
 
-    /// Decodes growing prefixes of the message, as a connection delivers it.
+    /// Decodes longer and longer prefixes of the message, as they arrive on a connection.
     fn comes_piece_by_piece<T: std::fmt::Debug>(
         bytes: &[u8],
         decode: impl Fn(&[u8]) -> Result<(T, usize), WireError>,

@@ -1,6 +1,6 @@
 //! QEMU's migration stream as values: decodes bytes to values and encodes them. No I/O, no threads, no clock.
 //!
-//! A migration uses several connections at once; each has a module here:
+//! A migration uses several connections. Each kind has a module here:
 //!
 //! ```text
 //! source                                                      destination
@@ -12,12 +12,12 @@
 //!   a save file       ◀─ ranges of its bytes ─────────────────▶   file_ranges
 //! ```
 //!
-//! Integers are big-endian and unsigned. All input from a peer is read with [`Reader`], which never indexes out of range.
-//! Every number that sizes an allocation is first checked against a limit in [`limits`].
+//! Integers are big-endian and unsigned. [`Reader`] reads all input from a peer, and never indexes out of range. Every number
+//! that determines the size of an allocation is first compared with a limit in [`limits`].
 //!
 //! # Example
 //!
-//! A decoder takes bytes as they arrive, and asks for more if a record is incomplete:
+//! A decoder takes bytes as they arrive. If a record is incomplete, the decoder returns the number of missing bytes:
 //!
 //! ```
 //! use hotlift_wire::main_channel::{
@@ -63,5 +63,5 @@ pub use block::RamBlockEntry;
 pub use error::WireError;
 pub use reader::Reader;
 
-/// Bytes in a guest page: x86's `TARGET_PAGE_SIZE`, the only page size of the main channel here.
+/// Size of a guest page in bytes: x86's `TARGET_PAGE_SIZE`. No other page size is supported on the main channel.
 pub const PAGE_SIZE: usize = 4096;

@@ -2,10 +2,10 @@
 
 use crate::WireError;
 
-/// A cursor over untrusted bytes.
+/// A read position in untrusted bytes.
 ///
-/// Every read names what it reads, so that an error can name the field. A read past the end is [`WireError::Truncated`] with
-/// the number of missing bytes.
+/// Every read takes the name of the field, for errors. A read past the end returns [`WireError::Truncated`] with the number of
+/// missing bytes.
 #[derive(Debug, Clone)]
 pub struct Reader<'a> {
     bytes: &'a [u8],
@@ -13,7 +13,7 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// Creates a reader at the first of `bytes`.
+    /// Creates a reader at the start of `bytes`.
     pub fn new(bytes: &'a [u8]) -> Self {
         Self { bytes, position: 0 }
     }
@@ -23,7 +23,7 @@ impl<'a> Reader<'a> {
         self.position
     }
 
-    /// Returns the number of bytes left.
+    /// Returns the number of unread bytes.
     pub fn remaining(&self) -> usize {
         self.bytes.len() - self.position
     }
@@ -63,22 +63,22 @@ impl<'a> Reader<'a> {
         self.array(what).map(|&[byte]| byte)
     }
 
-    /// Reads a be16.
+    /// Reads a big-endian 16-bit number.
     pub fn be16(&mut self, what: &'static str) -> Result<u16, WireError> {
         self.array(what).map(|&bytes| u16::from_be_bytes(bytes))
     }
 
-    /// Reads a be32.
+    /// Reads a big-endian 32-bit number.
     pub fn be32(&mut self, what: &'static str) -> Result<u32, WireError> {
         self.array(what).map(|&bytes| u32::from_be_bytes(bytes))
     }
 
-    /// Reads a be64.
+    /// Reads a big-endian 64-bit number.
     pub fn be64(&mut self, what: &'static str) -> Result<u64, WireError> {
         self.array(what).map(|&bytes| u64::from_be_bytes(bytes))
     }
 
-    /// Reads a be32 that is a length or count, at most `limit`.
+    /// Reads a big-endian 32-bit length or count. Fails if it exceeds `limit`.
     pub fn length(&mut self, limit: usize, what: &'static str) -> Result<usize, WireError> {
         let got = self.be32(what)?;
         usize::try_from(got)
@@ -91,7 +91,7 @@ impl<'a> Reader<'a> {
             })
     }
 
-    /// Reads a counted string (`qemu_put_counted_string`): one length byte, then that number of bytes, at least one.
+    /// Reads a counted string (`qemu_put_counted_string`): one byte with the length, at least 1, then the UTF-8 text.
     pub fn counted_string(&mut self, what: &'static str) -> Result<&'a str, WireError> {
         let length = usize::from(self.u8(what)?);
         if length == 0 {
@@ -100,13 +100,13 @@ impl<'a> Reader<'a> {
         self.text(length, what)
     }
 
-    /// Reads `length` bytes of UTF-8.
+    /// Reads a UTF-8 text of `length` bytes.
     pub fn text(&mut self, length: usize, what: &'static str) -> Result<&'a str, WireError> {
         let bytes = self.take(length, what)?;
         std::str::from_utf8(bytes).map_err(|source| WireError::NotUtf8 { what, source })
     }
 
-    /// Checks that all bytes of `what` were read.
+    /// Fails if unread bytes of `what` are left.
     pub fn finish(self, what: &'static str) -> Result<(), WireError> {
         match self.remaining() {
             0 => Ok(()),
@@ -120,7 +120,7 @@ pub(crate) fn as_u64(value: usize) -> u64 {
     u64::try_from(value).unwrap_or(u64::MAX)
 }
 
-/// Appends a counted string, the inverse of [`Reader::counted_string`].
+/// Appends a counted string, which [`Reader::counted_string`] reads.
 pub(crate) fn put_counted_string(
     out: &mut Vec<u8>,
     text: &str,

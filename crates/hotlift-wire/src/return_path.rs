@@ -1,8 +1,8 @@
 //! The return path: messages from the destination to the source, on the main channel's socket.
 //!
-//! A message is be16 type, be16 length, payload. Types 1 to 7 are QEMU's (`MIG_RP_MSG_*`). Types 0x4801 to 0x4804 are
-//! Hotlift's. They are only sent to another Hotlift, or to a peer whose migration must fail: an unknown type ends a QEMU's
-//! migration.
+//! A message consists of be16 type, be16 length and payload. Types 1 to 7 are QEMU's (`MIG_RP_MSG_*`). Types 0x4801 to 0x4804
+//! are Hotlift's. They are sent only to a Hotlift, or to make a peer's migration fail: an unknown type ends the migration of a
+//! QEMU.
 
 use crate::handshake::{Accepted, Features, VERSION};
 use crate::multifd::Method;
@@ -22,88 +22,91 @@ const HELLO: u16 = 0x4802;
 const LOAD: u16 = 0x4803;
 const DOING: u16 = 0x4804;
 
-/// Length of LOAD's payload: elapsed time, busy time, pages and time of each method, CRC-32 of all.
+/// Length of LOAD's payload in bytes: elapsed time, busy time, pages and time of each method, and a CRC-32 of all of them.
 const LOAD_LEN: usize = 16 + 16 * Method::ALL.len() + 4;
 
-/// Length of DOING's payload: the code of a [`GuestActivity`] and its CRC-32. The code decides if an operator must intervene.
+/// Length of DOING's payload in bytes: the code of a [`GuestActivity`] and its CRC-32. The checksum is needed because the code
+/// decides if an operator must intervene.
 const DOING_LEN: usize = 5;
 
-/// Length of HELLO's payload: version, features, migration id, CRC-32 of all. With a damaged id a source could not query the
-/// migration's outcome.
+/// Length of HELLO's payload in bytes: version, features, migration id, and a CRC-32 of all of them. With a damaged id a source
+/// could not query the outcome of the migration.
 const HELLO_LEN: usize = 28;
-/// Length of HELLO's first field, which every version has.
+/// Length in bytes of HELLO's first field, the version, which HELLO has in every version.
 const HELLO_VERSION_LEN: usize = 4;
 
 /// One message of the return path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReturnMessage<'a> {
-    /// The destination has finished: 0 if the VM was loaded, any other value if not.
+    /// SHUT: the destination has finished. 0 if the guest was loaded, any other value if not.
     Shut(u32),
-    /// Answer to the command PING with the same value. The order of answers may differ.
+    /// PONG: answers the PING with the same value. Answers may arrive in another order than the PINGs.
     Pong(u32),
-    /// Postcopy: requests pages of `block`, which also applies to later [`ReturnMessage::ReqPages`].
+    /// Postcopy: requests pages of the RAM block `block`. Later [`ReturnMessage::ReqPages`] refer to the same block.
     ReqPagesId {
         /// Byte offset in the block.
         start: u64,
-        /// Bytes.
+        /// Length in bytes.
         length: u32,
         /// RAM block.
         block: &'a str,
     },
-    /// Postcopy: requests pages of the last named block.
+    /// Postcopy: requests pages of the RAM block that the last [`ReturnMessage::ReqPagesId`] named.
     ReqPages {
         /// Byte offset in the block.
         start: u64,
-        /// Bytes.
+        /// Length in bytes.
         length: u32,
     },
-    /// Postcopy recovery. The bitmap itself follows *after* the message: be64 size, that number of bytes, be64
-    /// 0x0123456789abcdef.
+    /// Postcopy recovery: the bitmap of received pages of `block`. The bitmap itself follows after this message: be64 size,
+    /// bitmap, be64 0x0123456789abcdef.
     RecvBitmap {
         /// RAM block.
         block: &'a str,
     },
-    /// Postcopy recovery: 1 if the destination is ready to continue.
+    /// Postcopy recovery: the value is 1 if the destination is ready to continue.
     ResumeAck(u32),
     /// The destination is ready for the switchover (capability `switchover-ack`).
     SwitchoverAck,
-    /// Hotlift: reason of the following nonzero SHUT. At most [`limits::ERROR_TEXT`] bytes.
+    /// Hotlift: reason of the failure, sent before a SHUT other than 0. At most [`limits::ERROR_TEXT`] bytes.
     ErrorText(&'a str),
     /// Hotlift: identifies the destination as a Hotlift.
     Hello {
-        /// Version of its protocol.
+        /// Version of the destination's protocol.
         version: u32,
-        /// The other fields, whose format is only known for a destination of [`VERSION`].
+        /// The other fields; `None` if the destination does not have this [`VERSION`], and their format is unknown.
         accepted: Option<Accepted>,
     },
-    /// Hotlift: work of the destination's channel threads so far. Only sent to a source whose packets each name their method.
+    /// Hotlift: load of the destination's channel threads. Sent only to a source whose packets each name their method (method
+    /// auto).
     Load(Load),
-    /// Hotlift: state of the guest at the destination. Sent before SHUT(0), only to a source that offers to accept it.
+    /// Hotlift: state of the guest at the destination. Sent before SHUT(0), only if the source offers to accept it.
     GuestActivity(GuestActivity),
 }
 
-/// Work of a destination's channel threads since the migration began.
+/// Load of a destination's channel threads since the start of the migration.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Load {
-    /// Elapsed time, summed over the threads, in ns.
+    /// Elapsed time in ns, summed over the threads.
     pub elapsed: u64,
-    /// Part of `elapsed` in which the threads did not wait for the source, in ns.
+    /// Part of `elapsed` in which the threads did not wait for the source's data, in ns.
     pub busy: u64,
-    /// Cost of each method, in the order of [`Method::ALL`].
+    /// Costs of the methods, in the order of [`Method::ALL`].
     pub methods: [MethodLoad; Method::ALL.len()],
 }
 
-/// Cost of the packets of one method.
+/// Cost of receiving packets of one method.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MethodLoad {
-    /// Pages with content.
+    /// Number of pages with content.
     pub pages: u64,
-    /// CPU time for reading and decoding these pages, in ns.
+    /// CPU time to read and decode the pages, in ns.
     pub nanos: u64,
 }
 
 impl<'a> ReturnMessage<'a> {
-    /// Returns the RAM block, offset and length of a request for pages; no block means the block of the previous request.
+    /// Returns RAM block, offset and length of a page request; `None` for other messages. The block is `None` if it is that of
+    /// the previous request.
     #[must_use]
     pub fn requested_pages(&self) -> Option<(Option<&'a str>, u64, u32)> {
         match *self {
@@ -117,12 +120,11 @@ impl<'a> ReturnMessage<'a> {
         }
     }
 
-    /// Appends the message. An error text that is too long is cut at a character boundary, since a shortened reason is better
-    /// than none.
+    /// Appends the encoded message to `out`. An error text that is too long is cut at a character boundary.
     ///
     /// # Errors
     ///
-    /// A block name that is empty or longer than 255 bytes; `out` is then unchanged.
+    /// If a block name is empty or longer than 255 bytes. `out` is then unchanged.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), WireError> {
         let start = out.len();
         out.extend_from_slice(&self.kind().to_be_bytes());
@@ -132,16 +134,16 @@ impl<'a> ReturnMessage<'a> {
             out.truncate(start);
             return Err(error);
         }
-        // The longest payload, REQ_PAGES_ID with a name of 255 bytes, has 268 bytes; an error text has 500.
+        // The longest payloads are REQ_PAGES_ID with a name of 255 bytes, 268 bytes, and an error text, 500 bytes.
         let length = u16::try_from(out.len() - body).unwrap_or(u16::MAX);
         out[body - 2..body].copy_from_slice(&length.to_be_bytes());
         Ok(())
     }
 
-    /// Reads the message at the start of `input`; returns its value and its length in bytes.
+    /// Decodes the message at the start of `input`. Returns the message and its length in bytes.
     ///
-    /// [`WireError::Truncated`] has the number of bytes to read next; a caller that reads exactly those never consumes a byte
-    /// after the message.
+    /// [`WireError::Truncated`] contains the number of bytes to read next. A caller that reads exactly this number never reads
+    /// a byte after the message.
     pub fn decode(input: &'a [u8]) -> Result<(Self, usize), WireError> {
         let mut reader = Reader::new(input);
         let kind = reader.be16("return path message")?;
@@ -232,7 +234,7 @@ impl<'a> ReturnMessage<'a> {
     }
 
     fn read_payload(kind: u16, payload: &'a [u8]) -> Result<Self, WireError> {
-        // The payload is complete: if it is too short for its fields, more input does not help.
+        // The payload is complete. If it is too short for its fields, more input does not help.
         let short = |error| match error {
             WireError::Truncated { what, .. } => WireError::Mismatch {
                 what,
@@ -313,7 +315,7 @@ impl<'a> ReturnMessage<'a> {
     }
 }
 
-/// Rejects a length that is invalid for `kind` before waiting for its payload.
+/// Fails if `length` is invalid for a message of type `kind`. Called before the payload has arrived.
 fn check_length(kind: u16, length: usize) -> Result<(), WireError> {
     let (what, expected) = match kind {
         SHUT => ("length of SHUT", 4),

@@ -1,4 +1,5 @@
-//! Messages of two Hotlifts on separate connections: they assign a connection to a migration, and settle where its guest is.
+//! Messages between two Hotlifts on separate connections. A token assigns a connection to a migration; a question asks where
+//! the guest of a migration is.
 //!
 //! ```text
 //! token     "HLTK"  token (16)                        opens a connection that a conversation announced, or another
@@ -8,12 +9,12 @@
 //! confirm   "HLOK"  migration (16)                    source: answer received
 //! ```
 //!
-//! A question uses a new connection to the address of the migration. The answer has a checksum, since it decides where the
+//! A question uses a new connection to the address of the migration. The answer has a checksum, because it decides where the
 //! guest runs.
 
 use crate::{Reader, WireError};
 
-/// Id of a migration; its destination draws it at random, and sends it in HELLO.
+/// Id of a migration. The destination chooses a random id, and sends it in HELLO.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct MigrationId(pub [u8; 16]);
 
@@ -23,15 +24,15 @@ impl std::fmt::Display for MigrationId {
     }
 }
 
-/// Magic of a token.
+/// First bytes of a token.
 pub const TOKEN_MAGIC: [u8; 4] = *b"HLTK";
-/// Magic of a question.
+/// First bytes of a question.
 pub const QUESTION_MAGIC: [u8; 4] = *b"HLQU";
-/// Magic of an answer.
+/// First bytes of an answer.
 pub const ANSWER_MAGIC: [u8; 4] = *b"HLAN";
 const CONFIRMATION_MAGIC: [u8; 4] = *b"HLOK";
 
-/// Length of a token with its magic in bytes.
+/// Length of a token message in bytes, including its magic.
 pub const TOKEN_LEN: usize = 20;
 /// Length of a question in bytes.
 pub const QUESTION_LEN: usize = 24;
@@ -40,40 +41,40 @@ pub const ANSWER_LEN: usize = 25;
 /// Length of the confirmation of an answer in bytes.
 pub const CONFIRMATION_LEN: usize = 20;
 
-/// Statement of a destination on a migration's guest.
+/// Statement of the destination about the guest of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Outcome {
-    /// The migration is unknown there. This proves nothing about the guest.
+    /// The destination does not know the migration. This proves nothing about the guest.
     Unknown = 0,
-    /// The guest is here.
+    /// The guest is at the destination.
     Runs = 1,
-    /// The guest does not run here and never will; the destination ensures this before it answers.
+    /// The guest does not run at the destination and never will. The destination makes sure of this before it answers.
     Never = 2,
-    /// Undecided: ask again.
+    /// Not decided yet: the source must ask again.
     Undecided = 3,
-    /// Postcopy: the guest is here, with all its pages.
+    /// Postcopy: the guest is at the destination, which has received all its pages.
     HasAll = 4,
 }
 
-/// State of a guest at its destination, as observed by the relay of its QEMU. Only a source that offers
-/// [`Features::DOING`](crate::handshake::Features::DOING) gets a value other than [`GuestActivity::Unknown`].
+/// State of the guest at the destination, as the relay of the destination's QEMU observes it. A source that does not offer
+/// [`Features::DOING`](crate::handshake::Features::DOING) always receives [`GuestActivity::Unknown`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[repr(u8)]
 pub enum GuestActivity {
-    /// Unknown.
+    /// The state is unknown.
     #[default]
     Unknown = 0,
-    /// It runs.
+    /// The guest runs.
     Runs = 1,
-    /// It does not run, and need not: for example, it was paused before, or has run there and has ended.
+    /// The guest does not run, and this is correct. For example, it was paused at the source, or has run and has ended since.
     Rests = 2,
-    /// It does not run, although it ran at the source.
+    /// The guest does not run, although it ran at the source.
     Stopped = 3,
 }
 
 impl GuestActivity {
-    /// Returns the value with this code.
+    /// Decodes a value; `None` if the code is unknown.
     pub(crate) fn of_code(code: u8) -> Option<Self> {
         [Self::Unknown, Self::Runs, Self::Rests, Self::Stopped]
             .into_iter()
@@ -81,25 +82,25 @@ impl GuestActivity {
     }
 }
 
-/// Returns the bytes that open a connection with a token.
+/// Encodes the token message that opens a connection.
 #[must_use]
 pub fn token(token: [u8; 16]) -> [u8; TOKEN_LEN] {
     with_magic(TOKEN_MAGIC, token)
 }
 
-/// Returns the token in a connection's first bytes; `None` if they are not a token.
+/// Decodes a token message; `None` if the bytes do not begin with its magic.
 #[must_use]
 pub fn read_token(bytes: &[u8; TOKEN_LEN]) -> Option<[u8; 16]> {
     without_magic(TOKEN_MAGIC, bytes)
 }
 
-/// Returns the confirmation that the outcome of `id` has arrived.
+/// Encodes the confirmation that the answer about migration `id` has arrived.
 #[must_use]
 pub fn confirmation(id: MigrationId) -> [u8; CONFIRMATION_LEN] {
     with_magic(CONFIRMATION_MAGIC, id.0)
 }
 
-/// Returns a question about `id`.
+/// Encodes a question about migration `id`.
 #[must_use]
 pub fn question(id: MigrationId) -> [u8; QUESTION_LEN] {
     let mut bytes = [0; QUESTION_LEN];
@@ -108,16 +109,16 @@ pub fn question(id: MigrationId) -> [u8; QUESTION_LEN] {
     bytes
 }
 
-/// Reads a question.
+/// Decodes a question. Returns the id of the migration.
 ///
 /// # Errors
-/// Wrong magic or checksum.
+/// If the magic or the checksum is wrong.
 pub fn read_question(bytes: &[u8; QUESTION_LEN]) -> Result<MigrationId, WireError> {
     let mut reader = opened(bytes, QUESTION_MAGIC, "question about a migration")?;
     Ok(MigrationId(*reader.array("question about a migration")?))
 }
 
-/// Returns the answer with the `outcome` of `id`, and the state `activity` of its guest.
+/// Encodes the answer about migration `id`: its `outcome`, and the state `activity` of its guest.
 #[must_use]
 pub fn answer(id: MigrationId, outcome: Outcome, activity: GuestActivity) -> [u8; ANSWER_LEN] {
     let mut bytes = [0; ANSWER_LEN];
@@ -127,10 +128,10 @@ pub fn answer(id: MigrationId, outcome: Outcome, activity: GuestActivity) -> [u8
     bytes
 }
 
-/// Reads an answer to a question about `id`.
+/// Decodes the answer to a question about migration `id`.
 ///
 /// # Errors
-/// An answer about another migration, an unknown outcome, or a wrong checksum.
+/// If the answer is about another migration, has an unknown outcome, or a wrong checksum.
 pub fn read_answer(
     bytes: &[u8; ANSWER_LEN],
     id: MigrationId,
@@ -173,14 +174,14 @@ fn without_magic(magic: [u8; 4], bytes: &[u8; TOKEN_LEN]) -> Option<[u8; 16]> {
     rest.try_into().ok()
 }
 
-/// Writes the CRC-32 of the preceding bytes at the end.
+/// Writes the CRC-32 of the preceding bytes into the last four bytes.
 fn seal(bytes: &mut [u8]) {
     let end = bytes.len() - 4;
     let crc = crc32fast::hash(&bytes[..end]);
     bytes[end..].copy_from_slice(&crc.to_be_bytes());
 }
 
-/// Checks sealed bytes, and returns a reader after their magic.
+/// Verifies the CRC-32 and the magic of a message. Returns a reader after the magic.
 fn opened<'a>(
     bytes: &'a [u8],
     magic: [u8; 4],
@@ -228,7 +229,7 @@ mod tests {
                 assert_eq!(read, (outcome, activity));
             }
         }
-        // An older source reads an answer with an unknown guest state.
+        // An older source can also read an answer whose guest state is unknown.
         assert_eq!(
             answer(ID, Outcome::Runs, GuestActivity::Unknown)[CONFIRMATION_LEN],
             1

@@ -1,4 +1,4 @@
-//! Commands: be16 id, be16 payload length, payload; no footer.
+//! Commands on the main channel: be16 id, be16 payload length, payload; no footer.
 
 use super::section::COMMAND;
 use crate::{Reader, WireError};
@@ -17,22 +17,22 @@ const SWITCHOVER_START: u16 = 11;
 /// A command of a precopy stream (`MIG_CMD_*`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Command {
-    /// From now on the destination may send on this socket.
+    /// OPEN_RETURN_PATH: from now on the destination may send on the return path.
     OpenReturnPath,
-    /// The destination answers PONG with the same value.
+    /// PING: the destination must answer with a PONG of the same value.
     Ping(u32),
-    /// Postcopy may follow (capability `postcopy-ram` is on).
+    /// POSTCOPY_ADVISE: a postcopy may follow (capability `postcopy-ram` is on).
     PostcopyAdvise {
-        /// All host page sizes of the RAM blocks, ORed, and the target's page size, in bytes; absent if only bitmaps may
-        /// migrate in postcopy.
+        /// Bitwise OR of the host page sizes of all RAM blocks, and page size of the target, both in bytes. `None` if postcopy
+        /// is only possible for dirty bitmaps.
         page_sizes: Option<(u64, u64)>,
     },
-    /// The source has stopped its vCPUs and sends the rest (QEMU 10.0, machine types from 10.0).
+    /// SWITCHOVER_START: the source has stopped its vCPUs, and sends the rest (QEMU 10.0, machine types from 10.0).
     SwitchoverStart,
 }
 
 impl Command {
-    /// Appends the command, section type byte included.
+    /// Appends the encoded command with its section type byte to `out`.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.push(COMMAND);
         let mut put = |id: u16, length: u16| {
@@ -57,12 +57,13 @@ impl Command {
         }
     }
 
-    /// Reads a command after its section type byte.
+    /// Decodes a command, whose section type byte was already read.
     ///
     /// # Errors
     ///
-    /// [`WireError::Unsupported`] for commands that leave precopy, [`WireError::Unknown`] for ids unknown to QEMU,
-    /// [`WireError::Mismatch`] for a wrong length of the command.
+    /// - [`WireError::Unsupported`] for commands that are not part of precopy.
+    /// - [`WireError::Unknown`] for ids that QEMU does not define.
+    /// - [`WireError::Mismatch`] for a wrong length of the payload.
     pub fn decode(reader: &mut Reader<'_>) -> Result<Self, WireError> {
         let id = reader.be16("command")?;
         let length = reader.be16("length of a command")?;

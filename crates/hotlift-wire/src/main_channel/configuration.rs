@@ -5,9 +5,9 @@
 //! subsection: 0x05  counted name  be32 version  fields
 //! ```
 //!
-//! The configuration has neither length nor footer; it ends before the first byte that starts no subsection (0x05). Streams of
-//! machine types up to 2.3 have no configuration, and their sections no footers (QEMU's properties `send-configuration` and
-//! `send-section-footer`).
+//! The configuration has neither a length nor a footer. It ends before the first byte that is not the start of a subsection
+//! (0x05). Machine types up to 2.3 send no configuration, and no footers after sections (QEMU's properties `send-configuration`
+//! and `send-section-footer`).
 
 use super::section::{CONFIGURATION, SUBSECTION};
 use crate::reader::{as_u64, put_counted_string};
@@ -16,13 +16,13 @@ use crate::{Reader, WireError, limits};
 /// The file header: `QEMU_VM_FILE_MAGIC` and `QEMU_VM_FILE_VERSION`.
 pub const FILE_HEADER: [u8; 8] = *b"QEVM\0\0\0\x03";
 
-/// Page bits of the only supported page size, 4 KiB. Streams of x86 machines do not contain them.
+/// Page bits of the only supported page size, 4 KiB. Streams of x86 machines do not contain the page bits.
 pub const MACHINE_PAGE_BITS: u32 = 12;
 
-/// The only capability that changes the decoding here: the RAM block list has addresses.
+/// Capability with which each entry of the RAM block list has an address. No other capability changes the decoding here.
 pub(super) const IGNORE_SHARED: &str = "x-ignore-shared";
 
-/// The capability of a file with pages at fixed positions, see [`super::MappedRamDecoder`].
+/// Capability of a file that stores each page at a fixed position, see [`super::MappedRamDecoder`].
 pub const MAPPED_RAM: &str = "mapped-ram";
 
 const PAGE_BITS: &str = "configuration/target-page-bits";
@@ -32,18 +32,18 @@ const UUID: &str = "configuration/uuid";
 /// Description of the source's machine, which the destination compares with its own.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Configuration {
-    /// Machine name, e.g. `pc-i440fx-7.2`, up to [`limits::MACHINE_NAME`] bytes; empty in a stream without configuration (see
-    /// [`Configuration::is_absent`]).
+    /// Machine name, such as `pc-i440fx-7.2`, at most [`limits::MACHINE_NAME`] bytes. Empty if the stream has no configuration
+    /// (see [`Configuration::is_absent`]).
     pub machine: String,
-    /// Page bits, where the CPU family has more than one page size.
+    /// Page bits; `None` for CPU families with only one page size.
     pub page_bits: Option<u32>,
     /// Names of the capabilities that change the stream: `x-ignore-shared`, `mapped-ram`.
     pub capabilities: Vec<String>,
-    /// The VM's UUID, if capability `validate-uuid` is on.
+    /// UUID of the VM; `None` unless capability `validate-uuid` is on.
     pub uuid: Option<[u8; 16]>,
 }
 
-/// Checks the file header at the start of the stream.
+/// Reads and checks the file header at the start of the stream.
 pub(super) fn read_file_header(reader: &mut Reader<'_>) -> Result<(), WireError> {
     let (magic, version) = FILE_HEADER.split_at(4);
     for (what, part) in [("stream magic", magic), ("stream version", version)] {
@@ -61,22 +61,22 @@ pub(super) fn read_file_header(reader: &mut Reader<'_>) -> Result<(), WireError>
 }
 
 impl Configuration {
-    /// Returns true for a stream of a machine type up to 2.3: it has no configuration and no section footers.
+    /// Returns true if the stream has no configuration and no section footers, as with machine types up to 2.3.
     #[must_use]
     pub fn is_absent(&self) -> bool {
         self.machine.is_empty()
     }
 
-    /// Returns true if entries of the RAM block list have a guest physical address.
+    /// Returns true if each entry of the RAM block list has a guest physical address.
     pub(super) fn has_addresses(&self) -> bool {
         self.capabilities.iter().any(|name| name == IGNORE_SHARED)
     }
 
-    /// Appends the configuration record.
+    /// Appends the encoded configuration record to `out`.
     ///
     /// # Errors
     ///
-    /// Names or lists outside the limits of [`Configuration::decode`]; `out` is then partly written.
+    /// Names or lists above the limits of [`Configuration::decode`]. `out` is then partly written.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), WireError> {
         let machine = "machine name";
         check_length(self.machine.len(), limits::MACHINE_NAME, machine)?;
@@ -107,8 +107,8 @@ impl Configuration {
         Ok(())
     }
 
-    /// Reads the record at `reader`, up to the first byte after it, which must be present (a stream never ends here).
-    /// Subsections come in QEMU's order, each at most once.
+    /// Decodes the record. The first byte after it must be present, to detect the end of the record; a stream never ends here.
+    /// Each subsection appears at most once, in QEMU's order.
     pub fn decode(reader: &mut Reader<'_>) -> Result<Self, WireError> {
         let marker = reader.u8("configuration")?;
         if marker != CONFIGURATION {
@@ -182,7 +182,7 @@ fn check_length(got: usize, limit: usize, what: &'static str) -> Result<(), Wire
     }
 }
 
-/// Appends a length that was checked against a limit below 32 bits.
+/// Appends a length, which was already compared with a limit below 32 bits.
 fn put_length(length: usize, out: &mut Vec<u8>) {
     let length = u32::try_from(length).unwrap_or(u32::MAX);
     out.extend_from_slice(&length.to_be_bytes());

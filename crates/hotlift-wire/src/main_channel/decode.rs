@@ -1,4 +1,4 @@
-//! Reads the main channel event by event from a growing buffer.
+//! Decodes the main channel, one event at a time, from a buffer that grows as bytes arrive.
 
 use super::command::Command;
 use super::configuration::{self, Configuration, MACHINE_PAGE_BITS};
@@ -14,11 +14,11 @@ use crate::{PAGE_SIZE, Reader, WireError, limits};
 /// Result of [`MainDecoder::next`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum Step<'a> {
-    /// The next event needs at least this number of bytes (never 0) after the input. The decoder has not moved: append, and
-    /// call again with input from the same position.
+    /// The next event needs at least this number of bytes after the input, never 0. The state has not changed: the caller
+    /// appends bytes, and calls again with input from the same position.
     Need(usize),
-    /// One event from the first `consumed` bytes of the input; the next call's input starts after them. `consumed` is 0 only
-    /// for an empty [`MainEvent::DevicePayload`], and for a [`MainEvent::SectionFooter`] of a stream without footers.
+    /// An event in the first `consumed` bytes of the input. The input of the next call must start after them. `consumed` is 0
+    /// only for an empty [`MainEvent::DevicePayload`], and for a [`MainEvent::SectionFooter`] of a stream without footers.
     Event {
         /// The event.
         event: MainEvent<'a>,
@@ -32,13 +32,13 @@ pub enum Step<'a> {
 pub enum MainEvent<'a> {
     /// Magic and version of the stream.
     Header,
-    /// The source's machine. Absent in a stream of a machine type up to 2.3.
+    /// Configuration of the source's machine. Machine types up to 2.3 send none.
     Configuration(Configuration),
     /// A command.
     Command(Command),
-    /// A command of postcopy; only from a decoder with [`taking_postcopy`](MainDecoder::taking_postcopy).
+    /// A command of postcopy. Only if the decoder was created with [`taking_postcopy`](MainDecoder::taking_postcopy).
     Postcopy(PostcopyCommand<'a>),
-    /// A section begins. `idstr`, instance and version of PART and END are copied from their START.
+    /// A section begins. For PART and END, `idstr`, instance and version are those of the START with the same id.
     SectionStart {
         /// Kind of the section.
         kind: SectionKind,
@@ -46,36 +46,36 @@ pub enum MainEvent<'a> {
         id: u32,
         /// Name of the device, `ram` for RAM.
         idstr: &'a str,
-        /// Distinguishes devices of one name.
+        /// Distinguishes devices with the same name.
         instance_id: u32,
-        /// Version of the payload's layout.
+        /// Version of the layout of the device's state.
         version_id: u32,
     },
-    /// The RAM blocks, in the sender's order, with distinct names and a correct sum of lengths.
+    /// The RAM block list, in the sender's order. The names are unique, and the lengths have the announced sum.
     RamBlocks(Vec<RamBlockEntry>),
     /// A page.
     RamPage {
-        /// Index into the list of [`MainEvent::RamBlocks`].
+        /// Index into the list in [`MainEvent::RamBlocks`].
         block: usize,
-        /// Byte offset in the block: page-aligned, the whole page inside.
+        /// Byte offset in the block, a multiple of the page size. The whole page is inside the block.
         offset: u64,
         /// Content of the page.
         content: PageContent<'a>,
     },
-    /// The multifd flush that pairs with the next SYNC of every multifd channel (machine types from 8.1).
+    /// The multifd flush: a sync point, which all multifd channels must reach with their next SYNC (machine types from 8.1).
     MultifdFlush,
-    /// End of the RAM records in this section. With machine types up to 8.0 and multifd this also pairs with a SYNC.
+    /// End of the RAM records in this section. With machine types up to 8.0 and multifd, this is also a sync point.
     RamEos,
-    /// A device's payload; with [`DeviceLengths::LengthPrefixed`] without its length.
+    /// State of a device. With [`DeviceLengths::LengthPrefixed`], the preceding length is removed.
     DevicePayload(&'a [u8]),
-    /// A device's whole section before the END of `ram`; only from a decoder with
+    /// A complete section of a device before the END of `ram`. Only if the decoder was created with
     /// [`taking_early_sections`](MainDecoder::taking_early_sections).
     EarlySection(EarlySection),
-    /// A section has ended. Has no bytes in a stream without a configuration, which has no footers.
+    /// A section has ended. A stream without a configuration has no footers; then this event has no bytes.
     SectionFooter,
-    /// All sections have ended. Only an optional [`MainEvent::VmDescription`] may follow.
+    /// EOF: all sections have ended. Only an optional [`MainEvent::VmDescription`] may follow.
     Eof,
-    /// The JSON text that describes the devices.
+    /// The VM description: JSON text about the device states.
     VmDescription(&'a [u8]),
 }
 
@@ -112,33 +112,33 @@ struct KnownSection {
     instance_id: u32,
 }
 
-/// Reads a main channel from its first byte to its last.
+/// Decodes a main channel from its first byte to its last.
 ///
-/// The caller owns the buffer and the socket. Between calls the decoder keeps the RAM blocks, the seen sections and the last
-/// named RAM block; an event only borrows from the input. After an error the stream cannot be read any further.
+/// The caller owns the buffer and the socket. Between calls the decoder remembers the RAM blocks, the sections, and the RAM
+/// block that was named last. Events borrow only from the input. After an error the stream cannot be decoded further.
 #[derive(Debug)]
 pub struct MainDecoder {
     state: State,
     lengths: DeviceLengths,
     fields: BlockFields,
     takes_postcopy: bool,
-    /// Sections end with a footer. A stream without a configuration has none.
+    /// True if sections end with a footer; false for a stream without a configuration.
     has_footers: bool,
     takes_early_sections: bool,
-    /// Position in the current early section where the search for its end continues.
+    /// Position in the current early section (a device before RAM) from which the search for its end continues.
     searched: usize,
-    /// Bytes of all early sections.
+    /// Total number of bytes of all early sections.
     early_bytes: usize,
     ram: Ram,
     records: RamRecords,
     sections: Vec<KnownSection>,
 }
 
-/// Result of reading one event: the event, and the next state.
+/// Result of decoding one event: the event and the next state.
 type Parsed<'a> = Result<(MainEvent<'a>, State), WireError>;
 
 impl MainDecoder {
-    /// Creates a decoder at the start of a stream whose device payloads have these `lengths`.
+    /// Creates a decoder at the start of a stream. `lengths` is the source of the lengths of device states.
     pub fn new(lengths: DeviceLengths) -> Self {
         Self {
             state: State::FileHeader,
@@ -155,22 +155,23 @@ impl MainDecoder {
         }
     }
 
-    /// Enables the commands of postcopy, which are otherwise refused. Their order is not checked here.
+    /// Accepts commands of postcopy, which are otherwise refused. Their order is not checked here.
     #[must_use]
     pub fn taking_postcopy(mut self) -> Self {
         self.takes_postcopy = true;
         self
     }
 
-    /// Enables reading of each FULL section before the END of `ram` as a whole, whatever the `lengths`: QEMU sends no length.
+    /// Decodes each FULL section before the END of `ram` as one event. Their ends are found without `lengths`, since QEMU sends
+    /// no length.
     #[must_use]
     pub fn taking_early_sections(mut self) -> Self {
         self.takes_early_sections = true;
         self
     }
 
-    /// Continues at the start of a new connection of the same stream: without a header, outside of sections, without a current
-    /// block.
+    /// Continues the same stream at the start of a new connection. There is no header, no open section and no previous page
+    /// record.
     pub fn reconnect(&mut self) {
         self.state = State::Between;
         self.records.forget_current();
@@ -184,12 +185,12 @@ impl MainDecoder {
         &self.records.blocks
     }
 
-    /// Reads the next event from `input`, which starts at the end of the last event. No event needs more than
+    /// Decodes the next event from `input`, which must start at the end of the last event. No event needs more than
     /// [`limits::MAIN_RECORD`] bytes.
     ///
     /// # Errors
     ///
-    /// Every [`WireError`] except `Truncated`, which becomes [`Step::Need`].
+    /// All of [`WireError`], except `Truncated`, which becomes [`Step::Need`].
     pub fn next<'a>(&mut self, input: &'a [u8]) -> Result<Step<'a>, WireError> {
         let mut reader = Reader::new(input);
         match self.read(&mut reader) {
@@ -206,7 +207,7 @@ impl MainDecoder {
         }
     }
 
-    /// Checks that the stream may end here, with no input left: after EOF or the VM description.
+    /// Checks that the stream may end here, after EOF or the VM description.
     pub fn finish(&self) -> Result<(), WireError> {
         match self.state {
             State::Description | State::End => Ok(()),
@@ -217,8 +218,7 @@ impl MainDecoder {
         }
     }
 
-    // The whole record is read before `self` changes, so that an incomplete record has no effect. Only `searched` changes
-    // before.
+    // The whole record is read before `self` changes, so an incomplete record has no effect. The only exception is `searched`.
     fn read<'a>(&mut self, reader: &mut Reader<'a>) -> Parsed<'a> {
         match self.state {
             State::FileHeader => {
@@ -338,7 +338,7 @@ impl MainDecoder {
                     page_sizes: Some((host, _)),
                 }) = event
                 {
-                    // QEMU writes the page size of a block only if it exceeds that of the main channel.
+                    // QEMU writes the page size of a block only if it is larger than that of the main channel.
                     self.fields.page_sizes = host & !(2 * as_u64(PAGE_SIZE) - 1);
                 }
                 Ok((event, State::Between))
@@ -500,7 +500,7 @@ fn section_start<'a>(kind: SectionKind, header: &SectionHeader<'a>) -> MainEvent
     }
 }
 
-/// Reads the length before a device's payload, which must match its second copy.
+/// Reads the length before a device's state. Its second copy must match.
 fn read_prefix(reader: &mut Reader<'_>) -> Result<usize, WireError> {
     const WHAT: &str = "length of a device payload";
     let length = reader.be32(WHAT)?;

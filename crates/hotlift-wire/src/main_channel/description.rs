@@ -1,7 +1,7 @@
-//! The VM description: the JSON text after EOF with the length of each device's payload.
+//! The VM description: JSON text after EOF, which contains the layout of each device's state.
 //!
-//! A device's payload length is the sum over its fields of size × array length. The size of a field includes nested structs.
-//! Each subsection adds its own sum, the length of its name, and 6 bytes of header. The recorded streams in the tests confirm
+//! The length of a device's state is the sum over its fields of size × array length. A field's size includes nested structs.
+//! Each subsection adds its own sum, the length of its name, and 6 bytes of header. The streams recorded for the tests confirm
 //! this.
 
 use std::collections::HashMap;
@@ -15,29 +15,29 @@ use super::section::{EOF, VM_DESCRIPTION};
 use crate::reader::as_u64;
 use crate::{Reader, WireError, limits};
 
-/// "HLDL", with which the second copy of a device's length is XORed. Different adjacent bytes reveal copies that are read one
-/// byte too early or too late; a complement would not, for small lengths.
+/// "HLDL", with which the second copy of a device's length is XORed. Its adjacent bytes differ, so a length that is read one
+/// byte too early or too late does not match. With a complement as second copy, small lengths would match.
 pub(super) const LENGTH_CHECK: u32 = 0x484c_444c;
 
-/// Source of the lengths of device payloads: a QEMU's stream has none.
+/// Source of the lengths of device states, which a QEMU's stream does not contain.
 #[derive(Debug, Clone)]
 pub enum DeviceLengths {
-    /// Every payload follows a be32 length and the same length XORed with "HLDL", as [`MainEncoder`](super::MainEncoder) writes
-    /// them. So a damaged length is an immediate error. With one copy the receiver would wait, with the guest stopped, for
-    /// bytes that never arrive.
+    /// Before each device's state the stream has its be32 length, and the same length XORed with "HLDL", as
+    /// [`MainEncoder`](super::MainEncoder) writes them. Two copies detect a damaged length immediately. With one copy the
+    /// receiver would wait, with the guest stopped, for bytes that never arrive.
     LengthPrefixed,
-    /// Lengths from the description at the end of this stream, which was recorded before.
+    /// The lengths come from the VM description at the end of the stream, which must be completely recorded.
     Description(VmDescription),
 }
 
-/// Payload lengths by device.
+/// Lengths of device states, by device.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct VmDescription {
     lengths: HashMap<(String, u32), u64>,
 }
 
 impl VmDescription {
-    /// Parses a description, at most [`limits::VM_DESCRIPTION`] bytes of JSON with at most [`limits::SECTIONS`] devices.
+    /// Parses a VM description. At most [`limits::VM_DESCRIPTION`] bytes of JSON and [`limits::SECTIONS`] devices are accepted.
     pub fn parse(json: &[u8]) -> Result<Self, WireError> {
         if json.len() > limits::VM_DESCRIPTION {
             return Err(WireError::OverLimit {
@@ -53,10 +53,10 @@ impl VmDescription {
         })
     }
 
-    /// Finds the JSON text at the end of a recorded stream, if there is one.
+    /// Finds the VM description at the end of a recorded stream; `None` if there is none.
     ///
-    /// The search starts at the end of the stream, since the device sections cannot be read without the text. Before the text
-    /// are EOF, the record's type, and a length that reaches exactly to the end.
+    /// The search goes backwards from the end of the stream, because device sections cannot be decoded without the description.
+    /// The text must follow EOF, the record's type, and a length that reaches exactly to the end.
     pub fn find(recorded: &[u8]) -> Option<&[u8]> {
         const HEAD: usize = 6;
         let furthest = recorded.len().saturating_sub(HEAD + limits::VM_DESCRIPTION);
@@ -73,12 +73,13 @@ impl VmDescription {
             })
     }
 
-    /// Returns the payload length in bytes of the device `idstr` with `instance_id`, if it is described.
+    /// Returns the length in bytes of the state of device `idstr` with `instance_id`; `None` if the description does not
+    /// contain it.
     pub fn payload_len(&self, idstr: &str, instance_id: u32) -> Option<u64> {
         self.lengths.get(&(idstr.to_owned(), instance_id)).copied()
     }
 
-    /// Returns the number of described devices with this name.
+    /// Returns the number of devices with this name in the description.
     pub fn instances(&self, idstr: &str) -> usize {
         self.lengths
             .keys()
@@ -86,14 +87,14 @@ impl VmDescription {
             .count()
     }
 
-    /// Returns the number of described devices.
+    /// Returns the number of devices in the description.
     pub fn devices(&self) -> usize {
         self.lengths.len()
     }
 }
 
-// The text comes from a peer, so only names and sums are kept, which are computed during parsing. Otherwise a text full of
-// empty objects would need many times its own size in memory.
+// The text comes from a peer, so only names and sums are kept, which are computed during parsing. Otherwise a text with many
+// empty objects would need several times its own size in memory.
 
 #[derive(Deserialize)]
 struct Top {
@@ -128,7 +129,7 @@ struct Subsection {
     subsections: Sum<Subsection>,
 }
 
-/// Wire length of an item of the description; `None` above 64 bits.
+/// Length in the stream of an item of the description; `None` if it exceeds 64 bits.
 trait WireLength {
     fn wire_length(&self) -> Option<u64>;
 }
@@ -141,7 +142,7 @@ impl WireLength for Field {
 
 impl WireLength for Subsection {
     fn wire_length(&self) -> Option<u64> {
-        // 0x05, the name with its length byte, be32 version.
+        // A subsection begins with 0x05, the name with its length byte, and a be32 version.
         let head = as_u64(self.vmsd_name.len()).checked_add(2 + 4)?;
         head.checked_add(self.fields.bytes)?
             .checked_add(self.subsections.bytes)

@@ -1,17 +1,17 @@
 //! The records after the END section of `ram`: devices, EOF, VM description.
 //!
-//! QEMU's device payloads have no length, so the data after RAM cannot be split into sections while it arrives. But its end can
-//! be recognised: EOF, then a VM description whose length reaches to the last received byte ([`EofSearch`]). So one relay sends
-//! the device sections to another in parts of any content. Each part is the payload of QEMU's command PACKAGED, which has a
-//! length, and has a checksum ([`next_device_state`]):
+//! QEMU's device states have no length, so the data after RAM cannot be split into sections while it arrives. But its end can
+//! be recognised: EOF, then a VM description whose length reaches to the last received byte ([`EofSearch`]). So a relay sends
+//! the device sections to another relay in parts that may begin and end anywhere. Each part is the payload of QEMU's command
+//! PACKAGED, with a length and a checksum ([`next_device_state`]):
 //!
 //! ```text
 //! QEMU:     FULL...  EOF  VM description
 //! Hotlift:  PACKAGED { part of FULL...  be32 CRC } ...  PING  EOF  VM description
 //! ```
 //!
-//! The CRC-32 covers every earlier byte of the main channel. A part is forwarded only after the check: a damaged byte that
-//! looks like EOF would let a QEMU run a guest that its source still has.
+//! The CRC-32 covers all earlier bytes of the main channel. A part is forwarded only after this check. Otherwise a damaged byte
+//! that looks like EOF could make a QEMU run a guest that its source still owns.
 
 use std::cmp::Ordering;
 
@@ -21,42 +21,42 @@ use super::command::{PACKAGED, PING};
 use super::section::{COMMAND, EOF, VM_DESCRIPTION};
 use crate::{Reader, WireError, limits};
 
-/// Bytes between EOF and the text of the description.
+/// Number of bytes between EOF and the text of the description.
 const DESCRIPTION_HEAD: usize = 5;
 
-/// Bytes of the checksum after a part.
+/// Number of bytes of the checksum after a part.
 const CRC_LEN: usize = 4;
 
-/// An event after RAM in a stream between two Hotlifts.
+/// An event after RAM, in a stream between two Hotlifts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceStateEvent<'a> {
-    /// A part of the device sections.
+    /// A part of the device sections, and its checksum.
     Part {
-        /// At most [`limits::DEVICE_PART`] bytes.
+        /// Bytes of the part, at most [`limits::DEVICE_PART`].
         sections: &'a [u8],
-        /// CRC-32 of every earlier byte of the main channel, up to and including `sections`.
+        /// CRC-32 of all earlier bytes of the main channel, including `sections`.
         crc: u32,
     },
     /// PING with this value.
     Ping(u32),
-    /// EOF; the description, if present, follows to the end of the stream.
+    /// EOF. An optional VM description follows, up to the end of the stream.
     Eof,
 }
 
 /// Result of [`next_device_state`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceStateStep<'a> {
-    /// This number of further bytes is needed.
+    /// At least this number of further bytes is needed.
     Need(usize),
     /// An event, and its length in bytes.
     Event(DeviceStateEvent<'a>, usize),
 }
 
-/// Reads the next event at the start of `input`.
+/// Decodes the next event at the start of `input`.
 ///
 /// # Errors
 ///
-/// Anything but the three events, and a part above [`limits::DEVICE_PART`].
+/// If the input is none of the three events, or a part exceeds [`limits::DEVICE_PART`].
 pub fn next_device_state(input: &[u8]) -> Result<DeviceStateStep<'_>, WireError> {
     let mut reader = Reader::new(input);
     match read(&mut reader) {
@@ -99,11 +99,11 @@ fn read<'a>(reader: &mut Reader<'a>) -> Result<DeviceStateEvent<'a>, WireError> 
     })
 }
 
-/// Appends the command before `length` bytes of content.
+/// Appends the command PACKAGED, which must be followed by `length` bytes of content.
 ///
 /// # Errors
 ///
-/// A length above the command's 32 bits.
+/// If the length exceeds 32 bits.
 pub fn put_packaged_head(length: u64, out: &mut Vec<u8>) -> Result<(), WireError> {
     let fitting = u32::try_from(length).map_err(|_| WireError::OverLimit {
         what: "length of PACKAGED",
@@ -117,11 +117,11 @@ pub fn put_packaged_head(length: u64, out: &mut Vec<u8>) -> Result<(), WireError
     Ok(())
 }
 
-/// Appends the command before a part of `length` bytes and its checksum.
+/// Appends the command that must be followed by a part of `length` bytes and its checksum.
 ///
 /// # Errors
 ///
-/// A length above [`limits::DEVICE_PART`].
+/// If the length exceeds [`limits::DEVICE_PART`].
 pub fn put_device_part_head(length: usize, out: &mut Vec<u8>) -> Result<(), WireError> {
     if length > limits::DEVICE_PART {
         return Err(WireError::OverLimit {
@@ -133,26 +133,27 @@ pub fn put_device_part_head(length: usize, out: &mut Vec<u8>) -> Result<(), Wire
     put_packaged_head((length + CRC_LEN) as u64, out)
 }
 
-/// EOF and an empty description, for a stream without one. QEMU does not use the description, but reads it before it runs the
-/// guest.
+/// EOF and an empty VM description, for a stream that has no description. QEMU does not use the description, but reads it
+/// before it runs the guest.
 pub const EOF_WITHOUT_DESCRIPTION: [u8; 8] = [EOF, VM_DESCRIPTION, 0, 0, 0, 2, b'{', b'}'];
 
-/// Finds EOF in a QEMU's device state while it arrives, so that the bytes before it can be forwarded.
+/// Finds EOF in the device states of a QEMU while they arrive, so that all bytes before EOF can be forwarded.
 ///
-/// The input consists of the received bytes that were not forwarded yet. A byte may be EOF while the bytes after it may be the
-/// start of a VM description, or a whole one that ends with the input. A description is JSON text, in which QEMU escapes
-/// control characters, so a few bytes distinguish it from binary device state. The caller must limit the bytes that wait here.
+/// The input consists of the received bytes that were not forwarded yet. A byte may be EOF while the following bytes may be the
+/// start of a VM description, or a complete one up to the end of the input. A description is JSON text, in which QEMU escapes
+/// control characters, so a few bytes distinguish it from binary device state. The caller must limit the number of bytes that
+/// are not forwarded.
 #[derive(Debug, Default)]
 pub struct EofSearch {
     /// Number of input bytes before the first byte that may be EOF.
     before: usize,
-    /// Number of checked bytes of the description's text after it.
+    /// Number of bytes of the description's text that were checked.
     checked: usize,
 }
 
 impl EofSearch {
-    /// Returns the position of EOF if the description after it ends with `input`; `None` while more must arrive. `input` is the
-    /// last call's input without forwarded bytes, plus new bytes.
+    /// Returns the position of EOF if a complete description follows it up to the end of `input`; `None` otherwise. `input` is
+    /// the input of the last call without the forwarded bytes, plus new bytes.
     pub fn find(&mut self, input: &[u8]) -> Option<usize> {
         loop {
             let rest = &input[self.before..];
@@ -170,13 +171,13 @@ impl EofSearch {
         }
     }
 
-    /// Returns the number of input bytes that are certainly before EOF.
+    /// Returns the number of bytes at the start of the input that are certainly before EOF, and can be forwarded.
     #[must_use]
     pub fn before(&self) -> usize {
         self.before
     }
 
-    /// Records that the first `length` bytes of the input were forwarded; at most [`EofSearch::before`].
+    /// Records that the first `length` bytes of the input were forwarded. `length` must not exceed [`EofSearch::before`].
     pub fn passed_on(&mut self, length: usize) {
         self.before -= length;
     }
@@ -185,7 +186,7 @@ impl EofSearch {
         (self.before, self.checked) = (position, 0);
     }
 
-    /// Checks for a description after the first byte of `rest`, which may be EOF.
+    /// Checks if a description follows the first byte of `rest`, which may be EOF.
     fn description(&mut self, rest: &[u8]) -> Description {
         let Some((head, text)) = rest.split_at_checked(1 + DESCRIPTION_HEAD) else {
             return Description::Part;
@@ -207,11 +208,11 @@ impl EofSearch {
     }
 }
 
-/// Data after a byte that may be EOF.
+/// Kind of data after a byte that may be EOF.
 enum Description {
     /// Not a description.
     None,
-    /// The beginning of a description, or no data yet.
+    /// The beginning of a description; also if no data follows yet.
     Part,
     Whole,
 }
@@ -232,7 +233,7 @@ mod tests {
         input
     }
 
-    /// Device bytes that resemble the start of a description: partly, with more text, with another length.
+    /// Device state that resembles the start of a description: a part of it, with more text after it, with another length.
     const DEVICES: &[u8] =
         b"\x04abc\0\x06\0\0\0\x05{....\0\x06\0\0\xff\xff{x\0\x06\0\0\x06\0{\0{\0\x06\x7f\0\0\0{}\0\0\x7e";
 
@@ -271,7 +272,7 @@ mod tests {
             assert_eq!(bytes.len() - search.before(), held, "{bytes:?}");
             search = EofSearch::default();
         }
-        // A description of any length is held: its EOF must not be sent.
+        // A description of any length is not forwarded, since its EOF must not be sent.
         let mut long = b"\0\x06\xff\xff\xff\xff{".to_vec();
         long.resize(1 << 20, b' ');
         assert_eq!(search.find(&long), None);

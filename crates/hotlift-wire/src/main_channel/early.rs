@@ -1,18 +1,18 @@
-//! Sections of devices before the end of RAM: state that a destination needs before it has the pages.
+//! Early sections: device states before the end of RAM, which a destination needs before it receives the pages.
 //!
 //! ```text
 //! FULL  be32 id  counted idstr  be32 instance  be32 version | payload | 0x7e  be32 id
 //! ```
 //!
-//! QEMU 10.0 writes them between START of `ram` and the first PART, QEMU 11.1 before START. The stream has no payload length.
-//! There are two ways to find the end:
+//! QEMU 10.0 writes early sections between the START of `ram` and the first PART, QEMU 11.1 before the START. The stream does
+//! not contain the length of their payload. There are two ways to find the end:
 //!
-//! - **By its layout**, which determines the length. QEMU's only early device is virtio-mem ([`PluggableMemory`]). Its payload
-//!   has the plugged bytes twice, as a number and as a bitmap; in another layout these would not match.
-//! - **By a search**: the end is the first position with this section's own footer, followed by a valid head. The true end is
-//!   such a position, so the result is never too long. It is too short only if the payload itself contains a footer with this
-//!   id, followed by a valid head. Chance does not produce these bytes, but a guest that controls a device's state can. So a
-//!   searched length counts only once the VM description at the end of the stream confirms it ([`EarlyLengths::check`]). Until
+//! - **By the layout**, which determines the length. QEMU's only early device is virtio-mem ([`PluggableMemory`]). Its payload
+//!   contains the plugged bytes twice, as a number and as a bitmap. In another layout these two would not match.
+//! - **By a search** for the first position with the footer of this section, followed by a valid section head. The true end is
+//!   such a position, so the result is never too long. It is too short only if the payload itself contains this footer and a
+//!   valid head. This does not occur by chance, but a guest that controls the state of a device can cause it. So a searched
+//!   length is valid only after the VM description at the end of the stream has confirmed it ([`EarlyLengths::check`]). Until
 //!   then the source keeps the guest.
 
 use super::command::Command;
@@ -21,31 +21,32 @@ use super::section::{self, SectionHeader};
 use crate::reader::as_u64;
 use crate::{PAGE_SIZE, Reader, WireError, limits};
 
-/// Name of virtio-mem's early section, after the device's path (`virtio_mem_device_realize`).
+/// Name of virtio-mem's early section, without the device's path (`virtio_mem_device_realize`).
 const VIRTIO_MEM: &str = "virtio-mem-device-early";
 
-/// Version of its layout.
+/// Version of the layout of virtio-mem's early section.
 const VIRTIO_MEM_VERSION: u32 = 1;
 
-/// Bytes of a footer.
+/// Length of a section footer in bytes.
 const FOOTER_LEN: usize = 5;
 
-/// Section of a device before the end of RAM.
+/// A device's section before the end of RAM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EarlySection {
     /// Name of the device.
     pub idstr: String,
-    /// Distinguishes devices of one name.
+    /// Distinguishes devices with the same name.
     pub instance_id: u32,
-    /// The whole section, from its type to its footer.
+    /// All bytes of the section, from the type byte to the footer.
     pub bytes: Vec<u8>,
-    /// Length of its payload in bytes.
+    /// Length of the payload in bytes.
     pub payload_len: u64,
-    /// The described memory; `None` for a device of unknown layout, whose end was searched.
+    /// The plugged memory of a virtio-mem device; `None` for another device, whose layout is unknown and whose end was
+    /// searched.
     pub memory: Option<PluggableMemory>,
 }
 
-/// Memory that a virtio-mem device has plugged.
+/// Plugged memory of a virtio-mem device.
 ///
 /// ```text
 /// be64 guest address  be64 region size  be64 block size  be32 node
@@ -53,18 +54,18 @@ pub struct EarlySection {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PluggableMemory {
-    /// Path of the device, the prefix of its section's name; empty if it has none.
+    /// Path of the device, which is the prefix of the section's name; empty if the device has none.
     pub device: String,
-    /// Bytes of the device's RAM block.
+    /// Size of the device's RAM block in bytes.
     pub region_size: u64,
-    /// Bytes of memory for each bit of the bitmap, a power of two.
+    /// Bytes of memory that each bit of the bitmap stands for, a power of two.
     pub block_size: u64,
-    /// The bitmap.
+    /// Bitmap of plugged memory, 64 bits in each word.
     pub plugged: Vec<u64>,
 }
 
 impl PluggableMemory {
-    /// Reads the payload of a section with this header. Returns `None`, and reads nothing, if its layout is unknown.
+    /// Reads the payload of a section with this header. If its layout is unknown, returns `None` and reads nothing.
     fn read(
         header: &SectionHeader<'_>,
         reader: &mut Reader<'_>,
@@ -103,15 +104,15 @@ impl PluggableMemory {
         Ok(agrees.then_some(memory))
     }
 
-    /// Returns the number of plugged bytes; `None` above 64 bits.
+    /// Returns the number of plugged bytes; `None` if it exceeds 64 bits.
     #[must_use]
     pub fn plugged_bytes(&self) -> Option<u64> {
         let blocks = self.plugged.iter().map(|word| u64::from(word.count_ones()));
         blocks.sum::<u64>().checked_mul(self.block_size)
     }
 
-    /// Returns true if the device owns the RAM block with this name and length: QEMU prefixes both names with the device's path
-    /// (`qemu_ram_set_idstr`, `vmstate_register`).
+    /// Returns true if the RAM block with this name and length belongs to the device. QEMU prefixes the names of both with the
+    /// device's path (`qemu_ram_set_idstr`, `vmstate_register`).
     #[must_use]
     pub fn is_in(&self, block: &str, length: u64) -> bool {
         let name = block.strip_prefix(&self.device);
@@ -119,7 +120,7 @@ impl PluggableMemory {
         has_path && !self.device.is_empty() && length == self.region_size
     }
 
-    /// Returns true if the guest has the byte at this offset of the region.
+    /// Returns true if the byte at this offset of the region is plugged.
     #[must_use]
     pub fn is_plugged(&self, offset: u64) -> bool {
         let block = offset / self.block_size;
@@ -129,10 +130,10 @@ impl PluggableMemory {
     }
 }
 
-/// Position where the search for the end of a section continues, in bytes after the start of its payload.
+/// Position from which the search for the end of a section continues, in bytes after the start of its payload.
 pub(super) type Searched = usize;
 
-/// Reads a section after its type byte, which is the first byte of `whole`.
+/// Reads a section, whose type byte was already read from `reader`. `whole` starts at this type byte.
 pub(super) fn read<'a>(
     whole: &Reader<'a>,
     reader: &mut Reader<'a>,
@@ -159,7 +160,7 @@ pub(super) fn read<'a>(
     Ok((section, header))
 }
 
-/// Checks the total length of a stream's early sections, which a save keeps in memory.
+/// Fails if the total length of a stream's early sections exceeds the limit. A save keeps all of them in memory.
 pub(super) fn check_all(length: usize) -> Result<(), WireError> {
     if length <= limits::MAIN_RECORD {
         return Ok(());
@@ -171,7 +172,7 @@ pub(super) fn check_all(length: usize) -> Result<(), WireError> {
     })
 }
 
-/// Searches for the end of a payload whose layout is unknown; returns the payload's length.
+/// Searches for the end of a payload of unknown layout. Returns the length of the payload.
 fn search(
     header: &SectionHeader<'_>,
     mut payload: Reader<'_>,
@@ -184,7 +185,7 @@ fn search(
     let from = (*searched).min(bytes.len());
     let places = bytes[from..].windows(FOOTER_LEN).enumerate();
     for (at, _) in places.filter(|(_, window)| *window == footer) {
-        // The bytes after the footer may be incomplete: the next search continues here.
+        // The bytes after the footer may not have arrived. Then the next search continues at this footer.
         *searched = from + at;
         if may_follow(
             Reader::new(&bytes[*searched + FOOTER_LEN..]),
@@ -207,16 +208,16 @@ fn search(
     })
 }
 
-/// The section ids at a position of the stream.
+/// The section ids that were used up to a position of the stream.
 #[derive(Clone, Copy)]
 pub(super) struct Ids<'a> {
-    /// Id of `ram`, if it has begun.
+    /// Id of `ram`; `None` before its START.
     pub(super) ram: Option<u32>,
-    /// Returns true if a section has this id.
+    /// Returns true if an earlier section has this id.
     pub(super) is_taken: &'a dyn Fn(u32) -> bool,
 }
 
-/// Returns true if `reader` starts with a head that may follow the footer of section `own` before the end of RAM.
+/// Returns true if `reader` starts with a section head or command that may follow section `own` before the end of RAM.
 fn may_follow(mut reader: Reader<'_>, own: u32, ids: Ids<'_>) -> Result<bool, WireError> {
     let follows = match reader.u8("section type")? {
         section::PART | section::END => {
@@ -228,7 +229,7 @@ fn may_follow(mut reader: Reader<'_>, own: u32, ids: Ids<'_>) -> Result<bool, Wi
             is_name && next.id != own && !(ids.is_taken)(next.id)
         }),
         section::COMMAND => match Command::decode(&mut reader) {
-            // Commands of postcopy are also valid.
+            // Commands of postcopy may also follow.
             Ok(_) | Err(WireError::Unsupported { .. }) => Ok(true),
             Err(error) => Err(error),
         },
@@ -240,7 +241,7 @@ fn may_follow(mut reader: Reader<'_>, own: u32, ids: Ids<'_>) -> Result<bool, Wi
     }
 }
 
-/// The lengths of early payloads, for comparison with the VM description at the end of their stream.
+/// Lengths of early sections' payloads, to be compared with the VM description at the end of the stream.
 #[derive(Debug, Clone, Default)]
 pub struct EarlyLengths(Vec<EarlyLength>);
 
@@ -253,7 +254,7 @@ struct EarlyLength {
 }
 
 impl EarlyLengths {
-    /// Records the length of a section.
+    /// Records the length of a section's payload.
     pub fn record(&mut self, section: &EarlySection) {
         self.0.push(EarlyLength {
             idstr: section.idstr.clone(),
@@ -263,18 +264,19 @@ impl EarlyLengths {
         });
     }
 
-    /// Returns the first device whose end was searched.
+    /// Returns the first device whose end was found by a search; `None` if there is none.
     #[must_use]
     pub fn searched(&self) -> Option<&str> {
         let searched = self.0.iter().find(|section| section.was_searched);
         searched.map(|section| section.idstr.as_str())
     }
 
-    /// Checks the lengths against the description in `end`, the last bytes of the stream from EOF on; it may be empty.
+    /// Compares the lengths with the VM description. `end` contains the last bytes of the stream, from EOF on; it may be empty.
     ///
     /// # Errors
     ///
-    /// [`WireError::SectionLength`] for a device with another length there, or for a searched device that is missing there.
+    /// [`WireError::SectionLength`] if the description has another length for a device, or lacks a device whose end was
+    /// searched.
     pub fn check(&self, end: &[u8]) -> Result<(), WireError> {
         if self.0.is_empty() {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Writes the main channel record by record.
+//! Encodes the main channel, one record at a time.
 
 use serde_json::{Value, json};
 
@@ -11,10 +11,10 @@ use crate::block::RamBlockEntry;
 use crate::reader::as_u64;
 use crate::{PAGE_SIZE, WireError, limits};
 
-/// Default section id of `ram`; devices have the ids after it. Receivers only use ids to match sections.
+/// Default section id of `ram`; devices have the ids from 1 on. Receivers use ids only to match sections.
 const RAM_ID: u32 = 0;
 
-/// Bytes before a device's payload: its length, twice.
+/// Number of bytes before a device's state, which contain its length twice.
 const PREFIX_LEN: u64 = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,11 +23,11 @@ enum State {
     Setup,
     /// Between sections, before the end of `ram`.
     Live,
-    /// Inside a `ram` section; `last` if it is the END.
+    /// Inside a `ram` section; `last` is true in the END section.
     Ram { last: bool },
     /// After the END section of `ram`.
     Stopped,
-    /// In a package of postcopy, where devices come before the end of RAM.
+    /// Inside a package of postcopy, where devices come before the end of RAM.
     Packaged,
     /// After EOF.
     Eof,
@@ -35,10 +35,10 @@ enum State {
     Described,
 }
 
-/// Writes a main channel, in the order that [`MainDecoder`](super::MainDecoder) reads.
+/// Encodes a main channel, in the order that [`MainDecoder`](super::MainDecoder) accepts.
 ///
-/// Every method appends to `out`, which the caller sends and clears. A call out of order is [`WireError::OutOfOrder`]. After
-/// any error the stream must not be continued.
+/// Every method appends to `out`, which the caller sends and clears. A call out of order returns [`WireError::OutOfOrder`].
+/// After an error the stream must not be continued.
 #[derive(Debug)]
 pub struct MainEncoder {
     state: State,
@@ -51,7 +51,7 @@ pub struct MainEncoder {
 }
 
 impl MainEncoder {
-    /// Starts a stream: file header and configuration. Without a configuration, sections have no footers.
+    /// Starts a stream with file header and configuration. If the configuration is absent, sections have no footers.
     pub fn new(configuration: &Configuration, out: &mut Vec<u8>) -> Result<Self, WireError> {
         out.extend_from_slice(&FILE_HEADER);
         if !configuration.is_absent() {
@@ -68,7 +68,7 @@ impl MainEncoder {
         })
     }
 
-    /// Writes a command, between sections.
+    /// Writes a command. Must be called between sections.
     pub fn command(&mut self, command: Command, out: &mut Vec<u8>) -> Result<(), WireError> {
         self.require(
             &[State::Setup, State::Live, State::Stopped, State::Packaged],
@@ -79,21 +79,23 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Sets the id of `ram` sections, before the first: for streams whose device sections come from another encoder with its
-    /// own ids.
+    /// Sets the id of `ram` sections; must be called before the first one. For streams whose device sections come from another
+    /// encoder, which has its own ids.
     pub fn set_ram_id(&mut self, id: u32) -> Result<(), WireError> {
         self.require(&[State::Setup], "another id of ram", "none after its START")?;
         self.ram_id = id;
         Ok(())
     }
 
-    /// Writes the whole START section of `ram`: the block list and, with `multifd`, the flush that pairs with each channel's
-    /// first SYNC. Without this flush a receiver expects one SYNC for each section.
+    /// Writes the whole START section of `ram`: the RAM block list and, with `multifd`, the flush of the first sync point.
+    /// Without this flush a receiver expects that each section ends with a sync point.
     ///
     /// # Errors
     ///
-    /// Names not 1 to 255 bytes or repeated, lengths not a positive multiple of the page size, more blocks than
-    /// [`limits::RAM_BLOCKS`], or addresses that do not match capability `x-ignore-shared`.
+    /// - A name that is repeated, or does not have 1 to 255 bytes.
+    /// - A length that is not a positive multiple of the page size.
+    /// - More blocks than [`limits::RAM_BLOCKS`].
+    /// - Addresses that do not match the capability `x-ignore-shared`.
     pub fn ram_start(
         &mut self,
         blocks: &[RamBlockEntry],
@@ -140,12 +142,12 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Opens a PART section of `ram`.
+    /// Begins a PART section of `ram`.
     pub fn ram_part(&mut self, out: &mut Vec<u8>) -> Result<(), WireError> {
         self.open_ram(section::PART, out)
     }
 
-    /// Opens the END section of `ram`.
+    /// Begins the END section of `ram`.
     pub fn ram_end(&mut self, out: &mut Vec<u8>) -> Result<(), WireError> {
         self.open_ram(section::END, out)
     }
@@ -164,8 +166,8 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Writes a zero page, in an open `ram` section. `block` is an index into the list of [`MainEncoder::ram_start`], `offset`
-    /// a page-aligned byte offset inside it.
+    /// Writes a zero page into the open `ram` section. `block` is an index into the list given to [`MainEncoder::ram_start`].
+    /// `offset` is the byte offset in the block, a multiple of the page size.
     pub fn zero_page(
         &mut self,
         block: usize,
@@ -177,7 +179,7 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Writes the head of a page's record, in an open `ram` section. The caller must send the page's 4096 bytes after it.
+    /// Writes the head of a page record into the open `ram` section. The caller must send the 4096 bytes of the page after it.
     pub fn normal_page_head(
         &mut self,
         block: usize,
@@ -189,7 +191,7 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Writes a page with its bytes, in an open `ram` section.
+    /// Writes a page with its content into the open `ram` section.
     pub fn normal_page(
         &mut self,
         block: usize,
@@ -202,7 +204,8 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Writes an XBZRLE delta to the receiver's content of that page, 2 to 4096 bytes, in an open `ram` section.
+    /// Writes an XBZRLE delta of 2 to 4096 bytes into the open `ram` section. The receiver applies it to its content of the
+    /// page.
     pub fn xbzrle_page(
         &mut self,
         block: usize,
@@ -224,8 +227,8 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Writes a page as one complete zlib stream of 1 to [`limits::COMPRESSED_PAGE`] bytes, in an open `ram` section. QEMU up
-    /// to 9.0 reads it.
+    /// Writes a page as one complete zlib stream of 1 to [`limits::COMPRESSED_PAGE`] bytes into the open `ram` section. Only
+    /// QEMU up to 9.0 can read it.
     pub fn compressed_page(
         &mut self,
         block: usize,
@@ -251,7 +254,8 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Checks a page and returns the name for its record; `None` if the previous record has the same block.
+    /// Checks a page, and returns the name of its block for the record. Returns `None` if the previous record has the same
+    /// block.
     fn name_page(&mut self, block: usize, offset: u64) -> Result<Option<&str>, WireError> {
         self.require_ram("a page")?;
         let entry = self.blocks.get(block).ok_or(WireError::OverLimit {
@@ -264,14 +268,14 @@ impl MainEncoder {
         Ok((!named).then_some(entry.name.as_str()))
     }
 
-    /// Writes the multifd flush that pairs with the next SYNC of every channel, in an open `ram` section.
+    /// Writes a multifd flush into the open `ram` section: a sync point, which every channel must reach with its next SYNC.
     pub fn multifd_flush(&mut self, out: &mut Vec<u8>) -> Result<(), WireError> {
         self.require_ram("a multifd flush")?;
         ram::put_flush(out);
         Ok(())
     }
 
-    /// Ends the open `ram` section: EOS and footer.
+    /// Ends the open `ram` section with EOS and the footer.
     pub fn ram_eos(&mut self, out: &mut Vec<u8>) -> Result<(), WireError> {
         let last = self.require_ram("EOS")?;
         ram::put_eos(out);
@@ -283,13 +287,16 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Writes a device's whole section, with the length of the payload before it, twice; see
+    /// Writes the complete section of a device. The length of its state precedes the state twice, see
     /// [`DeviceLengths::LengthPrefixed`](super::DeviceLengths).
     ///
     /// # Errors
     ///
-    /// `idstr` not 1 to 255 bytes, a payload above [`limits::DEVICE_PAYLOAD`], more sections than [`limits::SECTIONS`]. The
-    /// receiver checks for repeated names.
+    /// - An `idstr` that does not have 1 to 255 bytes.
+    /// - A state above [`limits::DEVICE_PAYLOAD`].
+    /// - More sections than [`limits::SECTIONS`].
+    ///
+    /// Repeated names are not checked here; the receiver refuses them.
     pub fn device(
         &mut self,
         idstr: &str,
@@ -313,7 +320,7 @@ impl MainEncoder {
             .ok()
             .filter(|_| got <= limit)
             .ok_or(over("length of a device payload", limit, got))?;
-        // The section of `ram` counts, too.
+        // The `ram` section counts as one.
         let number = self.devices.len() + 1;
         let id = u32::try_from(number)
             .ok()
@@ -342,21 +349,21 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Begins a package of postcopy: devices and commands up to [`MainEncoder::end_package`] belong to it.
+    /// Begins a package of postcopy. All devices and commands up to [`MainEncoder::end_package`] belong to it.
     pub fn begin_package(&mut self) -> Result<(), WireError> {
         self.require(&[State::Live], "a package", "a place between sections")?;
         self.state = State::Packaged;
         Ok(())
     }
 
-    /// Ends the package; further sections of `ram` may follow.
+    /// Ends the package. Further sections of `ram` may follow.
     pub fn end_package(&mut self) -> Result<(), WireError> {
         self.require(&[State::Packaged], "the end of a package", "its beginning")?;
         self.state = State::Live;
         Ok(())
     }
 
-    /// Writes EOF. Between two Hotlifts this byte commits the migration.
+    /// Writes EOF. Between two Hotlifts this byte is the commit of the migration: the source releases the guest.
     pub fn eof(&mut self, out: &mut Vec<u8>) -> Result<(), WireError> {
         self.require(&[State::Stopped], "EOF", "the END section of ram")?;
         out.push(section::EOF);
@@ -364,7 +371,7 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Writes the description of the written devices, after EOF: the last record of the stream.
+    /// Writes the VM description of the written devices after EOF. It is the last record of the stream.
     pub fn vm_description(&mut self, out: &mut Vec<u8>) -> Result<(), WireError> {
         self.require(&[State::Eof], "the VM description", "EOF")?;
         let text = json!({ "page_size": PAGE_SIZE, "devices": self.devices }).to_string();

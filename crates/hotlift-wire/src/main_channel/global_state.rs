@@ -1,4 +1,4 @@
-//! Run state of a QEMU's guest at the switchover, in the section of the device `globalstate`.
+//! Run state of a QEMU's guest at the switchover, read from the section of the device `globalstate`.
 //!
 //! ```text
 //! FULL  be32 id  "globalstate"  be32 instance 0  be32 version 1 | be32 size  state, zero padded (100) | 0x7e  be32 id
@@ -9,23 +9,23 @@ use memchr::memmem;
 use super::section::{FULL, SectionHeader, read_footer};
 use crate::Reader;
 
-/// The section's name with its length, instance 0 and version 1, up to the payload.
+/// Name of the section with its length, instance 0 and version 1: the bytes before the payload.
 const HEAD: &[u8] = b"\x0bglobalstate\0\0\0\0\0\0\0\x01";
 
-/// Bytes of the type and the id before [`HEAD`].
+/// Number of bytes of the section type and the section id before [`HEAD`].
 const TYPE_AND_ID: usize = 5;
 
-/// Bytes of the payload after its size.
+/// Number of bytes of the state in the payload.
 const STATE: usize = 100;
 
-/// Bytes of the whole section, including the size of the state and the footer.
+/// Number of bytes of the whole section, including the size of the state and the footer.
 const SECTION: usize = TYPE_AND_ID + HEAD.len() + 4 + STATE + 5;
 
-/// Finds QEMU's name of the run state (`RunState`) in device sections. Without the section (machine types up to 2.3) the guest
-/// runs.
+/// Finds QEMU's name of the run state (`RunState`) in device sections. Returns `None` if the section is absent, as with machine
+/// types up to 2.3: then the guest runs.
 ///
-/// Device sections have no length, so the bytes are searched. A device that contains the same bytes is mistaken for the
-/// section: a wrong result must not harm a guest.
+/// Device sections have no length, so the bytes are searched. If the state of a device contains the same bytes, it is mistaken
+/// for the section. So a wrong result must not harm a guest.
 fn run_state(sections: &[u8]) -> Option<&str> {
     let mut from = 0;
     while let Some(found) = memmem::find(sections.get(from..)?, HEAD) {
@@ -42,14 +42,14 @@ fn run_state(sections: &[u8]) -> Option<&str> {
 /// Finds the run state in device sections that arrive in parts.
 #[derive(Debug, Default)]
 pub struct RunStateSearch {
-    /// The last received bytes, in which an incomplete section may begin.
+    /// Last received bytes, which may contain the beginning of the section.
     last: Vec<u8>,
 }
 
 impl RunStateSearch {
-    /// Returns the run state if its section ends in `part`, the next bytes of the device sections.
+    /// Returns the run state if the section ends in `part`, the next bytes of the device sections; `None` otherwise.
     pub fn find(&mut self, part: &[u8]) -> Option<String> {
-        // The start of the part can complete a section that began in the last bytes.
+        // The beginning of the section may be in the last bytes, and its end in this part.
         let (end, _) = part.split_at(part.len().min(SECTION - 1));
         self.last.extend_from_slice(end);
         let found = run_state(&self.last).or_else(|| run_state(part));
@@ -65,7 +65,7 @@ impl RunStateSearch {
     }
 }
 
-/// Returns the run state if a complete section starts at `bytes`.
+/// Returns the run state if `bytes` begin with the complete section; `None` otherwise.
 fn read(bytes: &[u8]) -> Option<&str> {
     let mut reader = Reader::new(bytes);
     if reader.u8("section type").ok()? != FULL {

@@ -1,5 +1,5 @@
-//! The stream inside a `mapped-ram` file (QEMU 9.0 and later). It is an ordinary stream, but its START section of `ram` has a
-//! bitmap and space for all pages after each block's entry. The other `ram` sections are empty.
+//! The stream inside a `mapped-ram` file (QEMU 9.0 and later). In the START section of `ram`, each block's entry is followed by
+//! a bitmap and by space for all pages of the block. The other `ram` sections are empty. Otherwise it is an ordinary stream.
 //!
 //! ```text
 //! header  configuration  [commands]  [early FULL...]  START ram: total
@@ -8,8 +8,8 @@
 //! EOS footer  [early FULL...]  PART: EOS footer   END: EOS footer   FULL...  EOF  VM description
 //! ```
 //!
-//! Page k of a block is at `pages_offset` + k × 4096 if its bit is set; otherwise it is zero. Offsets count from the file's
-//! first byte, wherever the stream starts.
+//! Page k of a block is at `pages_offset` + k × 4096 if its bit is set; otherwise the page is zero. Offsets are counted from
+//! the first byte of the file, even if the stream starts later.
 
 use super::command::Command;
 use super::configuration::{self, Configuration, MACHINE_PAGE_BITS, MAPPED_RAM};
@@ -19,31 +19,31 @@ use super::section::{self, SectionHeader};
 use crate::reader::{as_u64, put_counted_string};
 use crate::{PAGE_SIZE, RamBlockEntry, Reader, WireError, limits};
 
-/// The only version of the header.
+/// The only known version of a block's header.
 const VERSION: u32 = 1;
 
-/// [`WireError::Unsupported`] for a stream that can only be read from its beginning.
+/// Text of [`WireError::Unsupported`] for a file that can only be read from its beginning.
 pub const WITHOUT_MAPPED_RAM: &str = "a file without capability mapped-ram";
 
-/// Bytes of the header after a block's entry.
+/// Length in bytes of the header after a block's entry.
 const HEADER_LEN: u64 = 28;
 
-/// Alignment of a block's pages in QEMU (`MAPPED_RAM_FILE_OFFSET_ALIGNMENT`).
+/// Alignment of a block's pages in QEMU's files, in bytes (`MAPPED_RAM_FILE_OFFSET_ALIGNMENT`).
 const ALIGNMENT: u64 = 1 << 20;
 
-/// A RAM block in a `mapped-ram` file. All its areas lie in the file, in this order, and before the next block's areas.
+/// A RAM block in a `mapped-ram` file. Bitmap and pages are inside the file, in this order, before those of the next block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MappedBlock {
-    /// Name and length.
+    /// Name and length of the block.
     pub entry: RamBlockEntry,
-    /// File position of the bitmap: one bit for each page, in little-endian 64-bit words.
+    /// File position of the bitmap. It has one bit for each page, in little-endian 64-bit words.
     pub bitmap_offset: u64,
     /// File position of the first page, a multiple of the page size.
     pub pages_offset: u64,
 }
 
 impl MappedBlock {
-    /// Returns the number of bytes of the bitmap, a multiple of 8.
+    /// Returns the length of the bitmap in bytes, a multiple of 8.
     #[must_use]
     pub fn bitmap_len(&self) -> u64 {
         bitmap_len(self.entry.used_length)
@@ -60,7 +60,7 @@ fn bitmap_len(used_length: u64) -> u64 {
     (used_length / as_u64(PAGE_SIZE)).div_ceil(64) * 8
 }
 
-/// An event of a [`MappedRamDecoder`], before the devices.
+/// An event of a [`MappedRamDecoder`]. The events end before the devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MappedEvent {
     /// Magic and version of the stream.
@@ -74,13 +74,13 @@ pub enum MappedEvent {
         /// Section id of `ram`.
         section_id: u32,
     },
-    /// The next RAM block.
+    /// The next RAM block of the list.
     Block(MappedBlock),
     /// A device's section before the END section of `ram`.
     EarlySection(EarlySection),
     /// A section of `ram` has ended.
     RamEos,
-    /// The END section of `ram` has ended: only devices, EOF and description remain.
+    /// The END section of `ram` has ended. Only devices, EOF and the VM description remain.
     RamEnd,
 }
 
@@ -89,7 +89,7 @@ pub enum MappedEvent {
 pub enum MappedStep {
     /// The next event needs at least this number of bytes after the input.
     Need(usize),
-    /// An event; [`MappedRamDecoder::position`] returns the start of the next call's input.
+    /// An event. The input of the next call must start at [`MappedRamDecoder::position`].
     Event(MappedEvent),
 }
 
@@ -102,16 +102,16 @@ enum State {
     Devices,
 }
 
-/// Reads a `mapped-ram` file from the stream's first byte to its devices; skips bitmaps and pages.
+/// Decodes a `mapped-ram` file from the first byte of the stream to its devices. Skips bitmaps and pages.
 #[derive(Debug)]
 pub struct MappedRamDecoder {
     state: State,
     position: u64,
     file_len: u64,
     ram_id: Option<u32>,
-    /// Ids of the early sections.
+    /// Section ids of the early sections (devices before the end of RAM).
     early: Vec<u32>,
-    /// Total bytes of the early sections.
+    /// Total number of bytes of the early sections.
     early_bytes: usize,
     blocks: Vec<MappedBlock>,
 }
@@ -119,7 +119,7 @@ pub struct MappedRamDecoder {
 type Parsed = Result<(MappedEvent, State), WireError>;
 
 impl MappedRamDecoder {
-    /// Creates a decoder of a stream that starts at file position `start`, in a file of `file_len` bytes.
+    /// Creates a decoder of a stream that starts at file position `start`. The file has `file_len` bytes.
     #[must_use]
     pub fn new(start: u64, file_len: u64) -> Self {
         Self {
@@ -133,7 +133,7 @@ impl MappedRamDecoder {
         }
     }
 
-    /// Returns the file position of the next call's input.
+    /// Returns the file position at which the input of the next call must start.
     #[must_use]
     pub fn position(&self) -> u64 {
         self.position
@@ -145,12 +145,13 @@ impl MappedRamDecoder {
         &self.blocks
     }
 
-    /// Reads the next event from `input`, the bytes at [`MappedRamDecoder::position`]. An early section needs at most
-    /// [`limits::MAIN_RECORD`] bytes, any other event [`limits::MAPPED_RAM_RECORD`]. An error after [`MappedEvent::RamEnd`].
+    /// Decodes the next event from `input`, the bytes at [`MappedRamDecoder::position`]. An early section needs at most
+    /// [`limits::MAIN_RECORD`] bytes, any other event at most [`limits::MAPPED_RAM_RECORD`].
     ///
     /// # Errors
     ///
-    /// Every [`WireError`] except `Truncated`, which becomes [`MappedStep::Need`].
+    /// All of [`WireError`], except `Truncated`, which becomes [`MappedStep::Need`]. Any call after [`MappedEvent::RamEnd`]
+    /// fails.
     pub fn next(&mut self, input: &[u8]) -> Result<MappedStep, WireError> {
         let mut reader = Reader::new(input);
         match self.read(&mut reader) {
@@ -167,7 +168,7 @@ impl MappedRamDecoder {
         }
     }
 
-    // As in `MainDecoder`, `self` changes only after the whole record was read.
+    // As in `MainDecoder`, `self` changes only after the complete record was read.
     fn read(&mut self, reader: &mut Reader<'_>) -> Parsed {
         match self.state {
             State::FileHeader => {
@@ -258,8 +259,8 @@ impl MappedRamDecoder {
         }
     }
 
-    /// Reads a block's entry and header. Every area must follow the previous one and end in the file, so that no two areas
-    /// overlap.
+    /// Reads a block's entry and header. Bitmap and pages must follow the areas of the previous block, and must end inside the
+    /// file. So no two areas overlap.
     fn read_block(
         &self,
         remaining: u64,
@@ -360,7 +361,7 @@ fn check_configuration(configuration: &Configuration) -> Result<(), WireError> {
         u64::from(MACHINE_PAGE_BITS),
         u64::from(bits),
     )?;
-    // With both capabilities, QEMU 10.0 writes a file that it cannot read.
+    // If both capabilities are on, QEMU 10.0 writes a file that it cannot read.
     match configuration.capabilities.as_slice() {
         [name] if name == MAPPED_RAM => Ok(()),
         [] => Err(WireError::Unsupported {
@@ -372,25 +373,27 @@ fn check_configuration(configuration: &Configuration) -> Result<(), WireError> {
     }
 }
 
-/// File layout of a START section of `ram`.
+/// Layout of the START section of `ram` in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MappedLayout {
     /// The RAM blocks.
     pub blocks: Vec<MappedBlock>,
-    /// The section's bytes, in pieces with their file positions.
+    /// Bytes of the section, in pieces with their file positions.
     pub pieces: Vec<(u64, Vec<u8>)>,
     /// File position after the section, where the stream continues.
     pub end: u64,
 }
 
 impl MappedLayout {
-    /// Creates the layout of a section that starts at file position `position`, as QEMU 10.0 does: the bitmap directly after
-    /// its header, the pages at the next multiple of 1 MiB.
+    /// Creates the layout of a section that starts at file position `position`. As in QEMU 10.0, each bitmap directly follows
+    /// its header, and the pages start at the next multiple of 1 MiB.
     ///
     /// # Errors
     ///
-    /// Names not 1 to 255 bytes or repeated, lengths not a positive multiple of the page size, more blocks than
-    /// [`limits::RAM_BLOCKS`], or a file length above 64 bits.
+    /// - A name that is repeated, or does not have 1 to 255 bytes.
+    /// - A length that is not a positive multiple of the page size.
+    /// - More blocks than [`limits::RAM_BLOCKS`].
+    /// - A file length above 64 bits.
     pub fn new(
         section_id: u32,
         entries: &[RamBlockEntry],
@@ -443,7 +446,7 @@ impl MappedLayout {
     }
 }
 
-/// Appends the END section of `ram`.
+/// Appends the END section of `ram` to `out`.
 pub fn put_mapped_end(section_id: u32, out: &mut Vec<u8>) {
     out.push(section::END);
     out.extend_from_slice(&section_id.to_be_bytes());

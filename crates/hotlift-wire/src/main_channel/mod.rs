@@ -1,4 +1,4 @@
-//! The main channel: everything except the pages on multifd channels.
+//! The main channel: all of the stream, except pages that are sent on multifd channels.
 //!
 //! ```text
 //! header  configuration  [commands]
@@ -10,17 +10,18 @@
 //! EOF  VM description
 //! ```
 //!
-//! [`MainDecoder`] accepts only this order: START of `ram` once, PART only between it and END, EOF only after END. Early FULL
-//! sections may precede END, and even START; QEMU's have no length, and are read with
-//! [`taking_early_sections`](MainDecoder::taking_early_sections). [`MainEncoder`] writes this order.
+//! [`MainDecoder`] accepts only this order, and [`MainEncoder`] writes it. START of `ram` comes once, PART only between START
+//! and END, EOF only after END. Early FULL sections may precede END, and even START. Those of QEMU have no length; the decoder
+//! reads them with [`taking_early_sections`](MainDecoder::taking_early_sections).
 //!
-//! A `mapped-ram` file has a different `ram` section, which [`MappedRamDecoder`] reads and [`MappedLayout`] writes.
+//! In a `mapped-ram` file the START section of `ram` is different: [`MappedRamDecoder`] reads it, and [`MappedLayout`] writes
+//! it.
 //!
-//! Postcopy adds [`PostcopyCommand`](postcopy::PostcopyCommand)s: DISCARD after the PARTs of precopy, PACKAGED with the
-//! devices, then the PARTs of requested pages; END and EOF close the stream. The decoder reads them with
+//! Postcopy adds [`PostcopyCommand`](postcopy::PostcopyCommand)s. DISCARD follows the PARTs of precopy, then PACKAGED with the
+//! devices, then the PARTs with requested pages; END and EOF are last. The decoder reads them with
 //! [`taking_postcopy`](MainDecoder::taking_postcopy).
 //!
-//! COLO, RDMA and iterable devices other than `ram` are not supported; each causes an error that names it.
+//! COLO, RDMA and iterable devices other than `ram` are not supported. Each causes an error that names it.
 
 mod command;
 mod configuration;

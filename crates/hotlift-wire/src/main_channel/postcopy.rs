@@ -1,4 +1,4 @@
-//! Messages of a postcopy's source: the destination runs the guest before it has the pages, and requests them.
+//! Messages that the source sends in a postcopy: the destination runs the guest before it has the pages, and requests them.
 
 use super::command::{
     Command, PACKAGED, POSTCOPY_LISTEN, POSTCOPY_RAM_DISCARD, POSTCOPY_RESUME, POSTCOPY_RUN,
@@ -9,44 +9,44 @@ use super::section::COMMAND;
 use crate::reader::put_counted_string;
 use crate::{RamBlockEntry, Reader, WireError, block};
 
-/// Value after a bitmap, which confirms its length (QEMU: `RAMBLOCK_RECV_BITMAP_ENDING`).
+/// Value after a bitmap, which confirms that the length is correct (QEMU: `RAMBLOCK_RECV_BITMAP_ENDING`).
 const BITMAP_ENDS: u64 = 0x0123_4567_89ab_cdef;
 
 /// Version of the DISCARD command.
 const DISCARD_VERSION: u8 = 0;
 
-/// A command of postcopy, from a [`MainDecoder`](super::MainDecoder) that accepts them.
+/// A command of postcopy, from a [`MainDecoder`](super::MainDecoder) with `taking_postcopy`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PostcopyCommand<'a> {
-    /// The destination must discard these ranges.
+    /// DISCARD: the destination must discard these pages, although it has received them.
     Discard {
-        /// Index into the list of RAM blocks.
+        /// Index into the RAM block list.
         block: usize,
-        /// Page-aligned ranges inside the block.
+        /// Ranges inside the block, in whole pages.
         ranges: Ranges<'a>,
     },
-    /// A package of this number of bytes follows: commands and device sections, which must be received completely before the
-    /// first is parsed. The same decoder reads them, or the caller skips them.
+    /// PACKAGED: a package of this number of bytes follows, with commands and device sections. It must be received completely
+    /// before its first command is decoded. The same decoder decodes the package, or the caller skips it.
     Packaged(u32),
-    /// From now on pages are sent on request.
+    /// LISTEN: from now on the destination may request pages.
     Listen,
-    /// The guest may run.
+    /// RUN: the destination may run the guest.
     Run,
-    /// An interrupted postcopy continues.
+    /// RESUME: an interrupted postcopy continues.
     Resume,
-    /// The source queries which pages of this RAM block, an index into the list, have arrived.
+    /// RECV_BITMAP: the source asks which pages of a RAM block have arrived. Contains the block's index in the RAM block list.
     RecvBitmap(usize),
 }
 
-/// Ranges of a RAM block: be64 start, be64 length each, in bytes.
+/// Ranges of a RAM block in the stream. Each consists of be64 start and be64 length, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ranges<'a>(&'a [[u8; RANGE]]);
 
-/// Bytes of a range.
+/// Length of a range in the stream, in bytes.
 const RANGE: usize = 16;
 
 impl Ranges<'_> {
-    /// Iterates over start and length of each range.
+    /// Iterates over the ranges: start and length of each, in bytes.
     pub fn iter(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.0.iter().map(|range| {
             let (start, length) = range.split_at(RANGE / 2);
@@ -61,7 +61,8 @@ impl Ranges<'_> {
 }
 
 impl<'a> PostcopyCommand<'a> {
-    /// Reads a command after its section type byte; `None` for a command of precopy, which is left unread.
+    /// Decodes a command, whose section type byte was already read. Returns `None`, and reads nothing, for a command of
+    /// precopy.
     pub(super) fn decode(
         reader: &mut Reader<'a>,
         records: &RamRecords,
@@ -79,7 +80,7 @@ impl<'a> PostcopyCommand<'a> {
         let length = usize::from(ahead.be16(LENGTH)?);
         let mut payload = Reader::new(ahead.take(length, "postcopy command")?);
         let whole = |error| match error {
-            // The payload is complete: more input would not help.
+            // The payload is complete: more input does not help.
             WireError::Truncated { needed, .. } => WireError::Mismatch {
                 what: LENGTH,
                 expected: (length + needed) as u64,
@@ -146,11 +147,11 @@ fn check_byte(got: u8, expected: u8, what: &'static str) -> Result<(), WireError
     })
 }
 
-/// Decoder of a preempt channel: page records without a section around them.
+/// Decodes a preempt channel, the connection for requested pages. It consists of page records without sections.
 #[derive(Debug)]
 pub struct PreemptDecoder(RamRecords);
 
-/// Maximum number of bytes before a page's content: offset, length and name of the RAM block.
+/// Maximum number of bytes before the content of a page: offset, length byte and name of the RAM block.
 pub const PREEMPT_HEAD_LEN: usize = 8 + 1 + 255;
 
 /// A record of a preempt channel.
@@ -158,29 +159,29 @@ pub const PREEMPT_HEAD_LEN: usize = 8 + 1 + 255;
 pub enum PreemptRecord<'a> {
     /// A requested page.
     Page {
-        /// Index into the list of RAM blocks.
+        /// Index into the RAM block list.
         block: usize,
-        /// Byte offset in the block: page-aligned, the whole page inside.
+        /// Byte offset in the block, a multiple of the page size. The whole page is inside the block.
         offset: u64,
-        /// Its bytes; `None` if all are zero.
+        /// Bytes of the page; `None` if all are zero.
         content: Option<&'a [u8; crate::PAGE_SIZE]>,
     },
-    /// End of the records (QEMU 7.2; later ones just close).
+    /// End of the records. QEMU 7.2 sends it; later versions only close the connection.
     Eos,
 }
 
 impl PreemptDecoder {
-    /// Creates a decoder for a migration of these RAM blocks.
+    /// Creates a decoder for a migration with these RAM blocks.
     #[must_use]
     pub fn new(blocks: Vec<RamBlockEntry>) -> Self {
         Self(RamRecords::new(blocks))
     }
 
-    /// Returns RAM block (an index) and byte offset of the page whose record starts `input`. The record need not be complete:
-    /// [`PREEMPT_HEAD_LEN`] bytes suffice.
+    /// Returns RAM block (an index) and byte offset of the page whose record is at the start of `input`. The record may be
+    /// incomplete: [`PREEMPT_HEAD_LEN`] bytes suffice.
     ///
     /// # Errors
-    /// [`WireError::Truncated`] until the head has arrived, and every other [`WireError`] for an invalid page.
+    /// [`WireError::Truncated`] until the head has arrived; any other [`WireError`] if the page is invalid.
     pub fn place(&self, input: &[u8]) -> Result<(usize, u64), WireError> {
         let mut reader = Reader::new(input);
         let first = reader.be64("RAM record")?;
@@ -191,7 +192,7 @@ impl PreemptDecoder {
         self.0.read_place(first, &mut reader)
     }
 
-    /// Reads the record at the start of `input`; returns it with its length in bytes.
+    /// Decodes the record at the start of `input`. Returns the record and its length in bytes.
     ///
     /// # Errors
     /// [`WireError::Truncated`] while the record is incomplete; any other error is final.
@@ -223,10 +224,11 @@ impl PreemptDecoder {
     }
 }
 
-/// Appends a record of a preempt channel: the page of RAM block `block` at byte `offset`; a zero page without `content`.
+/// Appends a record of a preempt channel with the page at byte `offset` of RAM block `block`. If `content` is `None`, the page
+/// is zero.
 ///
 /// # Errors
-/// A block name that is not 1 to 255 bytes.
+/// If the block name does not have 1 to 255 bytes.
 pub fn put_preempt_page(
     block: &str,
     offset: u64,
@@ -246,7 +248,7 @@ pub fn put_preempt_page(
     Ok(())
 }
 
-/// Appends the end of a preempt channel. QEMU 7.2 waits for it; later ones only need the close.
+/// Appends the end of a preempt channel. QEMU 7.2 waits for this record; later versions only need the close of the connection.
 pub fn put_preempt_end(out: &mut Vec<u8>) {
     out.extend_from_slice(&ram::EOS.to_be_bytes());
 }
@@ -254,18 +256,18 @@ pub fn put_preempt_end(out: &mut Vec<u8>) {
 fn put_head(id: u16, length: usize, out: &mut Vec<u8>) {
     out.push(COMMAND);
     out.extend_from_slice(&id.to_be_bytes());
-    // A name has at most 255 bytes.
+    // The block name has at most 255 bytes, so the length fits.
     out.extend_from_slice(&u16::try_from(length).unwrap_or(u16::MAX).to_be_bytes());
 }
 
-/// Maximum number of ranges in a command, as in QEMU (`MAX_DISCARDS_PER_COMMAND`).
+/// Maximum number of ranges in a DISCARD command, as in QEMU (`MAX_DISCARDS_PER_COMMAND`).
 const RANGES: usize = 12;
 
-/// Appends a command to discard `length` bytes of RAM block `block` from `start` on. At least one must precede [`put_listen`]:
-/// without it QEMU waits forever.
+/// Appends a command to discard `length` bytes of RAM block `block`, from byte `start` on. At least one such command must
+/// precede [`put_listen`]: without it QEMU waits forever.
 ///
 /// # Errors
-/// A block name that is not 1 to 255 bytes.
+/// If the block name does not have 1 to 255 bytes.
 pub fn put_discard(
     block: &str,
     start: u64,
@@ -275,10 +277,10 @@ pub fn put_discard(
     put_discards(block, &[(start, length)], out)
 }
 
-/// Does the same as [`put_discard`] for many ranges, each a start and a length.
+/// Appends commands to discard many ranges of a block, see [`put_discard`]. Each range has a start and a length, in bytes.
 ///
 /// # Errors
-/// A block name that is not 1 to 255 bytes.
+/// If the block name does not have 1 to 255 bytes.
 pub fn put_discards(
     block: &str,
     ranges: &[(u64, u64)],
@@ -298,31 +300,32 @@ pub fn put_discards(
     Ok(())
 }
 
-/// Appends LISTEN: from now on pages are sent on request.
+/// Appends LISTEN: from now on the destination may request pages.
 pub fn put_listen(out: &mut Vec<u8>) {
     put_head(POSTCOPY_LISTEN, 0, out);
 }
 
-/// Appends RUN: the guest may run.
+/// Appends RUN: the destination may run the guest.
 pub fn put_run(out: &mut Vec<u8>) {
     put_head(POSTCOPY_RUN, 0, out);
 }
 
-/// Appends the end of a package: the PING `value`, answered after the devices are loaded, and RUN.
+/// Appends the end of a package: PING with `value`, which is answered after the devices are loaded, and RUN.
 pub fn put_package_end(value: u32, out: &mut Vec<u8>) {
     Command::Ping(value).encode(out);
     put_run(out);
 }
 
 /// Value of the PING before RUN with which QEMU 10.2 and newer asks if the devices are loaded (`QEMU_VM_PING_PACKAGED_LOADED`).
-/// Until the answer the source is in state `postcopy-device`, and continues its guest if the connection ends.
+/// Until the answer the source is in state `postcopy-device`. If the connection ends in this state, the source continues its
+/// guest.
 pub const DEVICES_LOADED: u32 = 0x42;
 
-/// Bytes at the end of a package that [`asks_for_loaded_devices`] examines: PING and RUN.
+/// Number of bytes at the end of a package that [`asks_for_loaded_devices`] examines: those of PING and RUN.
 pub const LOADED_DEVICES_END: usize = 14;
 
-/// Returns true if the package with this end asks if the devices are loaded: its source may run the guest again before the
-/// answer.
+/// Returns true if `package` ends with a PING that asks if the devices are loaded. The source may then run the guest again
+/// before the answer.
 #[must_use]
 pub fn asks_for_loaded_devices(package: &[u8]) -> bool {
     let mut end = Vec::new();
@@ -335,10 +338,10 @@ pub fn put_resume(out: &mut Vec<u8>) {
     put_head(POSTCOPY_RESUME, 0, out);
 }
 
-/// Appends a query for the destination's pages of RAM block `block`.
+/// Appends RECV_BITMAP: asks which pages of RAM block `block` the destination has received.
 ///
 /// # Errors
-/// A block name that is not 1 to 255 bytes.
+/// If the block name does not have 1 to 255 bytes.
 pub fn put_bitmap_request(block: &str, out: &mut Vec<u8>) -> Result<(), WireError> {
     let mut payload = Vec::new();
     put_counted_string(&mut payload, block, "name of a RAM block")?;
@@ -347,14 +350,14 @@ pub fn put_bitmap_request(block: &str, out: &mut Vec<u8>) -> Result<(), WireErro
     Ok(())
 }
 
-/// Returns the number of bytes of the bitmap of `pages` pages: whole 64-bit words.
+/// Returns the length in bytes of a bitmap of `pages` pages: a whole number of 64-bit words.
 #[must_use]
 pub fn bitmap_len(pages: usize) -> usize {
     pages.div_ceil(64) * 8
 }
 
-/// Appends the data after a RECV_BITMAP message about a RAM block of `pages` pages. `received` returns the n-th word of 64
-/// bits, one for each page, set if the page was received.
+/// Appends the data after a RECV_BITMAP message about a RAM block of `pages` pages. `received` returns the n-th word of the
+/// bitmap: 64 bits, each set if its page was received.
 pub fn put_bitmap(pages: usize, received: impl Fn(usize) -> u64, out: &mut Vec<u8>) {
     let length = bitmap_len(pages);
     out.extend_from_slice(&(length as u64).to_be_bytes());
@@ -364,11 +367,11 @@ pub fn put_bitmap(pages: usize, received: impl Fn(usize) -> u64, out: &mut Vec<u
     out.extend_from_slice(&BITMAP_ENDS.to_be_bytes());
 }
 
-/// Reads the data after a RECV_BITMAP message about a RAM block of `pages` pages. Returns a bit for each page, the lowest
-/// first.
+/// Reads the data after a RECV_BITMAP message about a RAM block of `pages` pages. Returns the bitmap. The lowest bit of its
+/// first byte is the first page.
 ///
 /// # Errors
-/// [`WireError::Mismatch`] for a bitmap of another length, or without its end.
+/// [`WireError::Mismatch`] if the bitmap has another length, or its end mark is missing.
 pub fn read_bitmap<'a>(reader: &mut Reader<'a>, pages: usize) -> Result<&'a [u8], WireError> {
     let mismatch = |what, expected, got| {
         Err(WireError::Mismatch {
@@ -399,7 +402,7 @@ mod tests {
 
     #[test]
     fn a_package_shows_whether_its_source_may_take_the_guest_back() {
-        // The last bytes of packages of QEMU 11.1 and 10.0.
+        // Ends of packages of QEMU 11.1 and 10.0.
         let newer =
             b"\x7e\0\0\0\x2a\x08\0\x02\0\x04\0\0\0\x03\x08\0\x02\0\x04\0\0\0\x42\x08\0\x05\0\0";
         let older = b"\x7e\0\0\0\x2a\x08\0\x02\0\x04\0\0\0\x03\x08\0\x05\0\0";
@@ -411,7 +414,7 @@ mod tests {
 
     #[test]
     fn encoded_commands_equal_those_of_qemu() {
-        // The last range of a command that QEMU 10.0 sent for a small ROM block.
+        // The last range in a command that QEMU 10.0 sent for a small ROM block.
         let mut out = Vec::new();
         put_discard("vga.rom", 0, 0x10000, &mut out).unwrap();
         let expected = [
@@ -430,7 +433,7 @@ mod tests {
         assert_eq!(out, b"\x08\0\x0a\0\x07\x06pc.ram");
         assert!(put_discard("", 0, 0, &mut out).is_err());
 
-        // 13 ranges: a command of QEMU's maximum size, and the rest.
+        // 13 ranges need two commands: one with QEMU's maximum of ranges, and one with the rest.
         out.clear();
         put_discards("pc.ram", &[(0, 4096); 13], &mut out).unwrap();
         assert_eq!(&out[..5], [8, 0, 6, 0, 201]);
@@ -438,7 +441,7 @@ mod tests {
         assert_eq!(out.len(), 5 + 201 + 5 + 25);
     }
 
-    /// Decodes a command, with blocks `a` of two pages and `b` of one.
+    /// Decodes a command for RAM blocks `a` of two pages and `b` of one page.
     fn decode(bytes: &[u8]) -> Result<Option<PostcopyCommand<'_>>, WireError> {
         let blocks = [("a", 2), ("b", 1)];
         let blocks = blocks.map(|(name, pages)| RamBlockEntry::new(name, pages * 4096));

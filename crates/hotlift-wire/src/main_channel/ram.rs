@@ -1,13 +1,13 @@
-//! The payload of `ram` sections: the block list, then page records up to EOS.
+//! The payload of `ram` sections: the RAM block list, then page records up to EOS.
 //!
-//! A record starts with a be64: the low bits are flags, the rest is a byte offset in a block. [`RamRecords`] keeps the block
-//! for CONTINUE across sections, as QEMU does.
+//! A record starts with a be64: the low bits are flags, the others a byte offset in a RAM block. A record with CONTINUE refers
+//! to the block of the previous record, which [`RamRecords`] remembers across sections, as QEMU does.
 
 use crate::block::{self, RamBlockEntry};
 use crate::reader::{as_u64, put_counted_string};
 use crate::{PAGE_SIZE, Reader, WireError, limits};
 
-/// Version of the `ram` sections; QEMU refuses any other.
+/// Version of the `ram` sections; QEMU refuses other versions.
 pub(super) const RAM_VERSION: u32 = 4;
 
 pub(super) const ZERO: u64 = 0x002;
@@ -20,26 +20,26 @@ const HOOK: u64 = 0x080;
 const COMPRESS_PAGE: u64 = 0x100;
 const MULTIFD_FLUSH: u64 = 0x200;
 
-/// The flag bits in a record's first be64.
+/// Mask of the flag bits in the first be64 of a record.
 pub(super) const FLAG_MASK: u64 = 0xfff;
 
-/// First byte of a delta (`ENCODING_FLAG_XBZRLE`).
+/// First byte of an XBZRLE delta (`ENCODING_FLAG_XBZRLE`).
 const ENCODING_XBZRLE: u8 = 1;
 
 /// Content of a page record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PageContent<'a> {
-    /// All bytes are zero.
+    /// Zero page: all bytes are zero.
     Zero,
     /// The bytes of the page.
     Normal(&'a [u8; PAGE_SIZE]),
-    /// An XBZRLE delta to the destination's page, 2 to 4096 bytes, not decoded.
+    /// An XBZRLE delta to the destination's content of the page, 2 to 4096 bytes, not decoded.
     Xbzrle(&'a [u8]),
-    /// One complete zlib stream (capability `compress`, QEMU up to 9.0), 1 to 4109 bytes, not decoded.
+    /// A page as one complete zlib stream, 1 to 4109 bytes, not decoded (capability `compress`, QEMU up to 9.0).
     Compressed(&'a [u8]),
 }
 
-/// A record after the block list.
+/// A record after the RAM block list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RamRecord<'a> {
     Page {
@@ -51,27 +51,27 @@ pub(super) enum RamRecord<'a> {
     Eos,
 }
 
-/// Fields that follow the length of each block in the list.
+/// Optional fields that follow the length of each block in the RAM block list.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct BlockFields {
-    /// ORed page sizes that a block may have. QEMU writes a block's size only if it is not the page size of the main channel
-    /// (`postcopy-ram`, `ram_save_setup`).
+    /// Bitwise OR of the page sizes that a block may have. QEMU writes the size of a block only if it is not the page size of
+    /// the main channel (`postcopy-ram`, `ram_save_setup`).
     pub(super) page_sizes: u64,
-    /// Every block has an address.
+    /// True if every block has an address.
     pub(super) addresses: bool,
 }
 
-/// Reads the block list that opens the START section.
+/// Reads the RAM block list at the start of the START section.
 pub(super) fn read_block_list(
     reader: &mut Reader<'_>,
     fields: BlockFields,
 ) -> Result<Vec<RamBlockEntry>, WireError> {
     if fields.addresses && fields.page_sizes != 0 {
-        // An address cannot be distinguished from a page size.
+        // The two fields could not be distinguished: an address may have the value of a page size.
         let what = "huge pages together with capability x-ignore-shared";
         return Err(WireError::Unsupported { what });
     }
-    // The first pass copies nothing, since it is repeated for each part of a list that arrives slowly.
+    // This first loop copies nothing, because it is repeated each time that more bytes of the list arrive.
     let mut names = reader.clone();
     walk_block_list(&mut names, fields, |_| Ok(()))?;
 
@@ -100,8 +100,8 @@ struct ListedBlock<'a> {
     guest_address: Option<u64>,
 }
 
-/// Calls `each` for the listed blocks. Checks each length against the rest of the total: QEMU subtracts until zero, and wraps
-/// around if the sum is wrong.
+/// Calls `each` for every block in the list. Fails if a length exceeds the rest of the total: QEMU subtracts until zero, and
+/// its subtraction would overflow.
 fn walk_block_list<'a>(
     reader: &mut Reader<'a>,
     fields: BlockFields,
@@ -161,9 +161,9 @@ fn walk_block_list<'a>(
     Ok(())
 }
 
-/// Reads the page size of a block, if the next be64 is one of `sizes`; otherwise returns [`PAGE_SIZE`] and reads nothing. The
-/// other data that may follow cannot be mistaken for one: the next block's name begins with a length above zero, and a record
-/// has flags, which are below all page sizes.
+/// Reads the page size of a block if the next be64 is one of `sizes`. Otherwise returns [`PAGE_SIZE`] and reads nothing. Other
+/// data cannot be mistaken for a page size: the name of the next block begins with a length above zero, and a record has flags,
+/// which are below all page sizes.
 fn read_page_size(reader: &mut Reader<'_>, sizes: u64) -> Result<u64, WireError> {
     let size = match sizes {
         0 => 0,
@@ -175,7 +175,7 @@ fn read_page_size(reader: &mut Reader<'_>, sizes: u64) -> Result<u64, WireError>
     reader.be64("page size of a RAM block")
 }
 
-/// Checks the blocks' lengths and returns their sum.
+/// Checks the lengths of all blocks, and returns their sum.
 pub(super) fn check_lengths(blocks: &[RamBlockEntry]) -> Result<u64, WireError> {
     let mut total: u64 = 0;
     for block in blocks {
@@ -194,7 +194,7 @@ pub(super) fn check_lengths(blocks: &[RamBlockEntry]) -> Result<u64, WireError> 
     Ok(total)
 }
 
-/// Appends the block list, with the page size and address of each block if it has them.
+/// Appends the RAM block list. A block's page size is written if it is not 4 KiB, an address if the block has one.
 pub(super) fn put_block_list(blocks: &[RamBlockEntry], out: &mut Vec<u8>) -> Result<(), WireError> {
     let total = check_lengths(blocks)?;
     out.extend_from_slice(&(total | MEM_SIZE).to_be_bytes());
@@ -211,7 +211,7 @@ pub(super) fn put_block_list(blocks: &[RamBlockEntry], out: &mut Vec<u8>) -> Res
     Ok(())
 }
 
-/// State of the receiver over all RAM records: the blocks, and the last named one.
+/// State of the receiver across all RAM records: the blocks, and the block of the last record.
 #[derive(Debug, Default)]
 pub(super) struct RamRecords {
     pub(super) blocks: Vec<RamBlockEntry>,
@@ -226,12 +226,12 @@ impl RamRecords {
         }
     }
 
-    /// Forgets the last named block: the next record must name its own.
+    /// Forgets the block of the last record. The next record must name its block.
     pub(super) fn forget_current(&mut self) {
         self.current = None;
     }
 
-    /// Reads one record. Changes the state only if the whole record is present and valid.
+    /// Reads one record. Changes the state only if the record is complete and valid.
     pub(super) fn read<'a>(&mut self, reader: &mut Reader<'a>) -> Result<RamRecord<'a>, WireError> {
         let first = reader.be64("RAM record")?;
         let kind = first & FLAG_MASK & !CONTINUE;
@@ -268,7 +268,8 @@ impl RamRecords {
         })
     }
 
-    /// Returns the RAM block and byte offset of the page whose record begins with `first`, without its content.
+    /// Returns RAM block (an index) and byte offset of the page whose record begins with the be64 `first`. Does not read the
+    /// content.
     pub(super) fn read_place(
         &self,
         first: u64,
@@ -332,38 +333,38 @@ fn read_content<'a>(kind: u64, reader: &mut Reader<'a>) -> Result<PageContent<'a
     }
 }
 
-/// Appends the head of a page record, with the name only if the block has changed.
+/// Appends the head of a page record. `name` is the name of the block; `None` if it is the same as in the previous record.
 fn put_page_head(kind: u64, offset: u64, name: Option<&str>, out: &mut Vec<u8>) {
     match name {
         None => out.extend_from_slice(&(offset | kind | CONTINUE).to_be_bytes()),
         Some(name) => {
             out.extend_from_slice(&(offset | kind).to_be_bytes());
-            // The block list's writer has checked that names have at most 255 bytes.
+            // Names have at most 255 bytes, which was checked when the block list was written.
             out.push(u8::try_from(name.len()).unwrap_or(u8::MAX));
             out.extend_from_slice(name.as_bytes());
         }
     }
 }
 
-/// Appends a ZERO record.
+/// Appends the record of a zero page.
 pub(super) fn put_zero_page(offset: u64, name: Option<&str>, out: &mut Vec<u8>) {
     put_page_head(ZERO, offset, name, out);
     out.push(0);
 }
 
-/// Appends the head of a PAGE record, to be followed by the page's bytes.
+/// Appends the head of a PAGE record. The bytes of the page must follow.
 pub(super) fn put_normal_page_head(offset: u64, name: Option<&str>, out: &mut Vec<u8>) {
     put_page_head(PAGE, offset, name, out);
 }
 
-/// Appends the head of an XBZRLE record, to be followed by `length` bytes of delta.
+/// Appends the head of an XBZRLE record. `length` bytes of delta must follow.
 pub(super) fn put_xbzrle_head(offset: u64, name: Option<&str>, length: u16, out: &mut Vec<u8>) {
     put_page_head(XBZRLE, offset, name, out);
     out.push(ENCODING_XBZRLE);
     out.extend_from_slice(&length.to_be_bytes());
 }
 
-/// Appends the head of a COMPRESS_PAGE record, to be followed by `length` bytes of stream.
+/// Appends the head of a COMPRESS_PAGE record. `length` bytes of a zlib stream must follow.
 pub(super) fn put_compressed_head(offset: u64, name: Option<&str>, length: u32, out: &mut Vec<u8>) {
     put_page_head(COMPRESS_PAGE, offset, name, out);
     out.extend_from_slice(&length.to_be_bytes());
@@ -374,7 +375,7 @@ pub(super) fn put_flush(out: &mut Vec<u8>) {
     out.extend_from_slice(&MULTIFD_FLUSH.to_be_bytes());
 }
 
-/// Reads the end of a section without records.
+/// Reads the EOS of a section without records.
 pub(super) fn read_eos(reader: &mut Reader<'_>) -> Result<(), WireError> {
     let got = reader.be64("end of an empty section of ram")?;
     if got != EOS {
@@ -387,7 +388,7 @@ pub(super) fn read_eos(reader: &mut Reader<'_>) -> Result<(), WireError> {
     Ok(())
 }
 
-/// Appends the end of a section's records.
+/// Appends EOS, the end of a section's records.
 pub(super) fn put_eos(out: &mut Vec<u8>) {
     out.extend_from_slice(&EOS.to_be_bytes());
 }

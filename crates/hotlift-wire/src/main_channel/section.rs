@@ -1,4 +1,4 @@
-//! Frame around a section's payload.
+//! Header and footer around the payload of a section.
 //!
 //! ```text
 //! START, FULL: type  be32 id  counted idstr  be32 instance  be32 version | payload | 0x7e  be32 id
@@ -19,20 +19,20 @@ pub(super) const CONFIGURATION: u8 = 0x07;
 pub(super) const COMMAND: u8 = 0x08;
 pub(super) const FOOTER: u8 = 0x7e;
 
-/// The four kinds of section (`QEMU_VM_SECTION_*`).
+/// The four kinds of sections (`QEMU_VM_SECTION_*`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SectionKind {
-    /// First section of an iterable device.
+    /// First section of an iterable device, such as `ram`.
     Start,
-    /// Further section of an iterable device, any number of times.
+    /// Further section of an iterable device. There may be any number of them.
     Part,
-    /// Last section of an iterable device, with the vCPUs stopped.
+    /// Last section of an iterable device, sent while the vCPUs are stopped.
     End,
-    /// Complete section of an ordinary device.
+    /// The only section of an ordinary device.
     Full,
 }
 
-/// The header of a START or FULL section, after its type byte.
+/// Header of a START or FULL section, without its type byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct SectionHeader<'a> {
     pub(super) id: u32,

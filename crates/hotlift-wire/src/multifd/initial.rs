@@ -1,4 +1,4 @@
-//! The 64 bytes that open a multifd channel, and Hotlift's fields in the half that QEMU leaves zero.
+//! The first 64 bytes of a multifd channel. The second half, which QEMU leaves zero, contains Hotlift's fields.
 //!
 //! ```text
 //!  0 magic  4 version  8 uuid (16)  24 channel id  25 zero (7)  32 Hello or zero (32)
@@ -10,50 +10,50 @@
 use super::{MAGIC, Method, PacketLayout, VERSION, expect};
 use crate::{Reader, WireError, handshake};
 
-/// Bytes of the initial packet (`MultiFDInit_t`).
+/// Length of the opening packet in bytes (`MultiFDInit_t`).
 pub const INITIAL_PACKET_LEN: usize = 64;
 
 const HELLO: usize = 32;
 const HELLO_CRC: usize = 60;
-/// Value in place of a method's code: no method has all bits.
+/// Method code that means: each packet names its method. No method has this code.
 const BY_PACKET: u8 = 0xff;
 const HELLO_MAGIC: [u8; 4] = *b"HLFT";
 
-/// First message of a channel, before its packets.
+/// Opening packet of a channel, before its page packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InitialPacket {
-    /// The VM's UUID, all zero if it has none; the receiver must refuse a different one.
+    /// UUID of the VM; all zero if it has none. A receiver must refuse the UUID of another VM.
     pub uuid: [u8; 16],
-    /// Channel number, from 0. A receiver must refuse repeated numbers, and numbers from the channel count on. QEMU accepts the
-    /// count itself.
+    /// Channel number, from 0. A receiver must refuse a repeated number, and a number that is not below the channel count.
+    /// (QEMU accepts a number that equals the count.)
     pub id: u8,
-    /// Present if the sender is a Hotlift; QEMU sends and ignores zero bytes.
+    /// Settings of a Hotlift; `None` for a QEMU, which sends zero bytes here, and ignores others.
     pub hello: Option<Hello>,
 }
 
-/// Settings of the sending Hotlift. A receiver with other settings can report this at once, whereas QEMU's channels would fail
-/// at a later packet, or hang.
+/// Settings of the sending Hotlift. A receiver with other settings reports this at once. Between QEMUs, channels with different
+/// settings fail at a later packet, or hang.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hello {
-    /// Multifd channels of the migration, at least 1.
+    /// Number of multifd channels of the migration, at least 1.
     pub channels: u8,
-    /// The migration's compression method; `None` if each packet names its method.
+    /// Compression method of the migration; `None` if each packet names its method.
     pub method: Option<Method>,
     /// Size of the packets.
     pub layout: PacketLayout,
-    /// Place of the zero page detection.
+    /// Where the source detects zero pages.
     pub zero_page_detection: ZeroPageDetection,
 }
 
-/// QEMU's parameter `zero-page-detection`, with the numbers of its enum.
+/// Where the source detects zero pages: QEMU's parameter `zero-page-detection`, with the numbers of QEMU's enum.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ZeroPageDetection {
-    /// Disabled: zero pages are sent like any other.
+    /// Nowhere: zero pages are sent like other pages.
     None = 0,
-    /// By the migration thread; zero pages are sent on the main channel.
+    /// In the migration thread. Zero pages are sent on the main channel.
     Legacy = 1,
-    /// By the channels' threads; zero pages are listed in packets.
+    /// In the threads of the channels. Zero pages are listed in packets.
     #[default]
     Multifd = 2,
 }
@@ -84,8 +84,8 @@ impl InitialPacket {
         packet
     }
 
-    /// Reads a packet. The reserved bytes 25 to 31 are ignored, as in QEMU. Bytes 32 to 63 must be zero or a [`Hello`], so that
-    /// a damaged one is not mistaken for a QEMU.
+    /// Decodes a packet. The reserved bytes 25 to 31 are ignored, as in QEMU. Bytes 32 to 63 must be zero or a valid [`Hello`]:
+    /// a Hotlift's damaged packet must not be mistaken for a QEMU's.
     pub fn decode(packet: &[u8; INITIAL_PACKET_LEN]) -> Result<Self, WireError> {
         let mut reader = Reader::new(packet);
         expect(reader.be32("multifd magic")?, MAGIC, "multifd magic")?;
@@ -113,7 +113,7 @@ impl InitialPacket {
 
 impl Hello {
     fn put(self, packet: &mut [u8; INITIAL_PACKET_LEN]) {
-        // A layout's numbers are limited far below 32 bits on its creation.
+        // The numbers of a layout are limited far below 32 bits.
         let wire = |value: usize| u32::try_from(value).unwrap_or(u32::MAX).to_be_bytes();
         packet[32..36].copy_from_slice(&HELLO_MAGIC);
         packet[36..38].copy_from_slice(&u16::from(handshake::VERSION).to_be_bytes());
@@ -152,7 +152,7 @@ impl Hello {
                 got: u64::from(code),
             })?),
         };
-        // The layout limits both; a 32-bit value above `usize` is far beyond it.
+        // The layout limits both numbers. A 32-bit number that does not fit `usize` is far above these limits.
         let wire = |value: u32| usize::try_from(value).unwrap_or(usize::MAX);
         let pages = wire(reader.be32("packet pages of a Hotlift hello")?);
         let page_size = wire(reader.be32("page size of a Hotlift hello")?);

@@ -5,8 +5,8 @@
 //! channel: initial packet (64) | header (1344) payload | header (1344) payload | ... | close
 //! ```
 //!
-//! There is no end record: a channel closes between packets. A packet with SYNC is a barrier: the receiver reads no further
-//! until SYNC has arrived on all channels, and the flush on the main channel.
+//! A channel has no end record: its connection is closed between packets. A packet with SYNC is a sync point: the receiver
+//! reads no further packet of any channel until SYNC has arrived on all channels, and the flush on the main channel.
 
 mod initial;
 mod packet;
@@ -17,33 +17,33 @@ pub use packet::{PacketFields, PacketHeader, PacketRules, PacketWriter, first_me
 use crate::reader::as_u64;
 use crate::{PAGE_SIZE, WireError, limits};
 
-/// First four bytes of the initial packet and of every packet header (`MULTIFD_MAGIC`).
+/// First four bytes of the opening packet and of every packet header (`MULTIFD_MAGIC`).
 pub const MAGIC: u32 = 0x1122_3344;
 
-/// Version in the initial packet and every packet header (`MULTIFD_VERSION`).
+/// Version in the opening packet and in every packet header (`MULTIFD_VERSION`).
 pub const VERSION: u32 = 1;
 
-/// Bytes of a packet header for QEMU's packets of 128 pages of 4 KiB.
+/// Length of a packet header in bytes, for QEMU's packets of 128 pages of 4 KiB.
 pub const HEADER_LEN: usize = PacketLayout::QEMU.header_len();
 
-/// Method of a packet's payload: QEMU's `multifd-compression`, as its flag in packet headers (`MULTIFD_FLAG_*`), and one method
-/// that only Hotlift knows.
+/// Compression method of a packet's payload: QEMU's `multifd-compression`, with the values of QEMU's flags (`MULTIFD_FLAG_*`).
+/// One more method exists only in Hotlift.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Method {
     /// Uncompressed pages.
     None = 0,
-    /// One zlib stream for each channel.
+    /// zlib: one stream for all packets of a channel.
     Zlib = 0x02,
-    /// One zstd stream for each channel.
+    /// zstd: one stream for all packets of a channel.
     Zstd = 0x04,
-    /// A table of lengths and raw deflate pages (Intel IAA).
+    /// Raw deflate, each page separately, after a table of lengths (Intel IAA).
     Qpl = 0x08,
-    /// A table of lengths and zlib pages (HiSilicon).
+    /// zlib, each page separately, after a table of lengths (HiSilicon).
     Uadk = 0x10,
-    /// gzip members with QAT's extra field.
+    /// gzip members with the extra field of Intel QAT.
     Qatzip = 0x20,
-    /// One LZ4 block for each packet, only between two Hotlifts. QEMU defines bits up to 0x40, and refuses others.
+    /// LZ4, one block for each packet; only between two Hotlifts. QEMU defines bits up to 0x40, and refuses others.
     Lz4 = 0x80,
 }
 
@@ -59,12 +59,12 @@ impl Method {
         Self::Lz4,
     ];
 
-    /// Returns the method's bits in a packet's flags, 0 for [`Method::None`].
+    /// Returns the method's bit in a packet's flags; 0 for [`Method::None`].
     pub const fn flag(self) -> u32 {
         self as u32
     }
 
-    /// Returns the bits of all methods.
+    /// Returns the bits of all methods together.
     const fn flags() -> u32 {
         let (mut flags, mut method) = (0, 0);
         while method < Self::ALL.len() {
@@ -74,17 +74,17 @@ impl Method {
         flags
     }
 
-    /// Returns the method's byte in a [`Hello`]: its flag.
+    /// Returns the method's code in a [`Hello`], which equals its flag.
     pub const fn code(self) -> u8 {
         self as u8
     }
 
-    /// Returns the method with exactly these bits, if it exists.
+    /// Returns the method with exactly these flag bits; `None` if there is none.
     pub fn from_flag(flag: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|method| method.flag() == flag)
     }
 
-    /// Returns true if QEMU supports the method; the others are only for two Hotlifts.
+    /// Returns true if QEMU supports the method; false if it exists only in Hotlift.
     pub const fn is_qemus(self) -> bool {
         !matches!(self, Self::Lz4)
     }
@@ -103,7 +103,7 @@ impl Method {
     }
 }
 
-/// Size of a migration's packets: fixed for QEMU, agreed by [`Hello`] between two Hotlifts.
+/// Page size and maximum number of pages of a migration's packets. Fixed for QEMU; two Hotlifts agree on it by [`Hello`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PacketLayout {
     page_size: usize,
@@ -111,14 +111,14 @@ pub struct PacketLayout {
 }
 
 impl PacketLayout {
-    /// QEMU's packets on x86: 128 pages of 4 KiB (`MULTIFD_PACKET_SIZE` of 512 KiB).
+    /// Layout of QEMU's packets on x86: 128 pages of 4 KiB (`MULTIFD_PACKET_SIZE` of 512 KiB).
     pub const QEMU: Self = Self {
         page_size: PAGE_SIZE,
         pages: 128,
     };
 
-    /// Creates a layout of up to `pages` pages (1 to [`limits::PACKET_PAGES`]) of `page_size` bytes (a power of two from 1 KiB
-    /// to 64 KiB).
+    /// Creates a layout. A packet has at most `pages` pages (1 to [`limits::PACKET_PAGES`]) of `page_size` bytes (a power of
+    /// two from 1 KiB to 64 KiB). Other values are an error.
     pub fn new(page_size: usize, pages: usize) -> Result<Self, WireError> {
         if !page_size.is_power_of_two() || !(1 << 10..=64 << 10).contains(&page_size) {
             return Err(WireError::Unknown {
@@ -141,28 +141,28 @@ impl PacketLayout {
         Ok(Self { page_size, pages })
     }
 
-    /// Returns the number of bytes in a page.
+    /// Returns the size of a page in bytes.
     pub const fn page_size(self) -> usize {
         self.page_size
     }
 
-    /// Returns the maximum number of pages in a packet, and of entries in its header's offset table.
+    /// Returns the maximum number of pages in a packet. The offset table in its header has the same number of entries.
     pub const fn pages(self) -> usize {
         self.pages
     }
 
-    /// Returns the length of a packet header: all offset entries are on the wire, used or not.
+    /// Returns the length of a packet header in bytes. It includes all entries of the offset table, used or not.
     pub const fn header_len(self) -> usize {
         packet::OFFSETS + 8 * self.pages
     }
 
-    /// Returns the maximum length of a payload, in any method.
+    /// Returns the maximum length of a payload in bytes, for all methods.
     pub const fn max_payload(self) -> usize {
         limits::PAYLOAD_FACTOR * self.page_size * self.pages
     }
 }
 
-/// Rejects a field with an unexpected value.
+/// Fails if a field does not have the expected value.
 fn expect<T: TryInto<u64> + PartialEq>(
     got: T,
     expected: T,

@@ -1,4 +1,4 @@
-//! The header before the payload of each packet.
+//! The header of a packet, which precedes its payload.
 //!
 //! ```text
 //!  0 magic  4 version  8 flags  12 pages_alloc  16 normal pages  20 next_packet_size
@@ -6,9 +6,9 @@
 //! 52 reserved  64 RAM block name (256, NUL padded)  320 offsets (be64 each; normal, then zero)
 //! ```
 //!
-//! Bytes 40 to 51 are Hotlift's checksum, in bytes that QEMU zeroes and ignores: the first CRC-32 covers the header with bytes
-//! 44 to 51 as zero, the second the payload. With method none the second is 0: those pages may change during the send, and
-//! changed pages are sent again.
+//! Bytes 40 to 51 contain Hotlift's checksums, where QEMU sends zero and ignores other values. The first CRC-32 covers the
+//! header, with bytes 44 to 51 as zero. The second covers the payload. With method none the second is 0: the guest may write to
+//! the pages while they are sent, and such pages are sent again.
 
 use super::{MAGIC, Method, PacketLayout, VERSION, expect};
 use crate::block::{self, RamBlockEntry};
@@ -16,7 +16,7 @@ use crate::reader::as_u64;
 use crate::{Reader, WireError};
 
 const FLAG_SYNC: u32 = 0x01;
-/// All bits of methods.
+/// Flag bits of all methods.
 const FLAG_METHODS: u32 = Method::flags();
 const FLAG_DEVICE_STATE: u32 = 0x40;
 
@@ -32,8 +32,8 @@ pub(super) const OFFSETS: usize = NAME + NAME_LEN;
 
 const CHECK_MAGIC: [u8; 4] = *b"HLCK";
 
-/// Returns the method of the first packet with pages in `bytes`, which start after the initial packet of a QEMU's channel;
-/// `None` if there is no such packet yet.
+/// Returns the method of the first packet with pages. `bytes` must start after the opening packet of a QEMU's channel. Returns
+/// `None` if no packet with pages has arrived, or a header is invalid.
 #[must_use]
 pub fn first_method(bytes: &[u8]) -> Option<Method> {
     let mut rest = bytes;
@@ -51,26 +51,26 @@ pub fn first_method(bytes: &[u8]) -> Option<Method> {
     }
 }
 
-/// Content of one packet header.
+/// Variable fields of a packet header.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct PacketFields<'a> {
-    /// True if the packet is a barrier. QEMU 9.0 and later sends no pages with it.
+    /// True if the packet is a sync point. QEMU 9.0 and later sends no pages in such a packet.
     pub sync: bool,
-    /// Counter over all channels. Receivers use it only in messages.
+    /// Number of the packet, counted over all channels. Receivers use it only in messages.
     pub packet_num: u64,
-    /// RAM block of the pages; empty only without pages.
+    /// Name of the RAM block of the pages; empty if the packet has no pages.
     pub block: &'a str,
-    /// Byte offsets of the pages with content in the payload, in its order.
+    /// Byte offsets of the pages with content, in the order of the payload.
     pub normal: &'a [u64],
     /// Byte offsets of the zero pages.
     pub zero: &'a [u64],
-    /// Length of the payload in bytes, 0 without normal pages.
+    /// Length of the payload in bytes; 0 if no page has content.
     pub payload_len: u32,
-    /// CRC-32 of the payload, 0 with method none; unused without checksums.
+    /// CRC-32 of the payload; 0 with method none. Ignored if the writer adds no checksums.
     pub payload_crc: u32,
 }
 
-/// Writes packet headers of one channel, in a single buffer.
+/// Encodes the packet headers of one channel, all in the same buffer.
 #[derive(Debug)]
 pub struct PacketWriter {
     layout: PacketLayout,
@@ -80,7 +80,8 @@ pub struct PacketWriter {
 }
 
 impl PacketWriter {
-    /// Creates a writer for packets of `layout` in `method`. `checksummed` adds Hotlift's checksum, which QEMU ignores.
+    /// Creates an encoder for packets of `layout`, compressed by `method`. With `checksummed`, headers have Hotlift's
+    /// checksums, which QEMU ignores.
     pub fn new(layout: PacketLayout, method: Method, checksummed: bool) -> Self {
         let mut header = vec![0; layout.header_len()];
         header[..4].copy_from_slice(&MAGIC.to_be_bytes());
@@ -93,19 +94,19 @@ impl PacketWriter {
         }
     }
 
-    /// Sets the method of the next packets.
+    /// Sets the method of the following packets.
     pub fn set_method(&mut self, method: Method) {
         self.method = method;
     }
 
-    /// Returns the header for `fields`, valid until the next call. Does not allocate.
+    /// Encodes the header for `fields`, and returns it. It is valid until the next call. Does not allocate.
     ///
-    /// Unused offsets and the rest of the name are zero, as in QEMU 9.0 and later. A packet without pages has no method bits
-    /// and `pages_alloc` 0, as QEMU's SYNC packets.
+    /// Unused offsets and the rest of the name are zero, as in QEMU 9.0 and later. A packet without pages has no method bits,
+    /// and 0 as `pages_alloc`, the same as QEMU's SYNC packets.
     ///
     /// # Errors
     ///
-    /// More pages than the layout allows, a block name that is empty or longer than 255 bytes.
+    /// If there are more pages than the layout allows, or the block name is empty or longer than 255 bytes.
     pub fn header(&mut self, fields: &PacketFields<'_>) -> Result<&[u8], WireError> {
         let pages = fields.normal.len() + fields.zero.len();
         if pages > self.layout.pages() {
@@ -171,19 +172,19 @@ impl PacketWriter {
     }
 }
 
-/// Rules with which a receiver checks packet headers.
+/// Rules by which a receiver checks packet headers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PacketRules {
-    /// Size of the migration's packets.
+    /// Layout of the migration's packets.
     pub layout: PacketLayout,
-    /// The method of packets with pages; `None` accepts any known method.
+    /// Required method of packets with pages; `None` accepts any known method.
     pub method: Option<Method>,
-    /// True if headers must have Hotlift's checksum, which is so once the peer has sent a [`Hello`](super::Hello). A checksum
-    /// that is present is always verified.
+    /// True if headers must have Hotlift's checksums: the peer has sent a [`Hello`](super::Hello). A checksum that is present
+    /// is always verified.
     pub checksum_required: bool,
 }
 
-/// A checked packet header, allocated once for a channel and reused for each packet.
+/// A decoded and checked packet header. Allocated once for a channel, and reused for each packet.
 #[derive(Debug)]
 pub struct PacketHeader {
     sync: bool,
@@ -197,7 +198,7 @@ pub struct PacketHeader {
 }
 
 impl PacketHeader {
-    /// Creates an empty header with space for the offsets of a packet of `layout`.
+    /// Creates an empty header with space for all offsets of a packet of `layout`.
     pub fn new(layout: PacketLayout) -> Self {
         Self {
             sync: false,
@@ -211,11 +212,11 @@ impl PacketHeader {
         }
     }
 
-    /// Reads the header in `bytes`, which are [`PacketLayout::header_len`] long, and replaces the previous one. After an error
-    /// the content is unspecified.
+    /// Decodes the header in `bytes`, which have the length [`PacketLayout::header_len`]. Replaces the previous header. After
+    /// an error the content is unspecified.
     ///
-    /// Before 9.0, QEMU's headers without pages contain the block name, offsets and `next_packet_size` of earlier packets;
-    /// these fields are then ignored. With Hotlift's checksum a payload length without pages is an error.
+    /// Before 9.0, QEMU's headers without pages contain the block name, offsets and `next_packet_size` of earlier packets.
+    /// These fields are then ignored. If Hotlift's checksum is present, a packet without pages must have no payload.
     pub fn decode(
         &mut self,
         bytes: &[u8],
@@ -268,50 +269,51 @@ impl PacketHeader {
         Ok(())
     }
 
-    /// Returns true if the packet is a barrier; its pages, if any, come before the barrier.
+    /// Returns true if the packet is a sync point. Pages in the same packet come before the sync point.
     pub fn sync(&self) -> bool {
         self.sync
     }
 
-    /// Returns the payload's method; meaningless without pages.
+    /// Returns the method of the payload; meaningless in a packet without pages.
     pub fn method(&self) -> Method {
         self.method
     }
 
-    /// Returns the sender's counter, for messages only: gaps, repeats and reordering occur.
+    /// Returns the sender's packet number, for messages only: numbers may be missing, repeated or out of order.
     pub fn packet_num(&self) -> u64 {
         self.packet_num
     }
 
-    /// Returns the index of the pages' RAM block in the list given to [`PacketHeader::decode`]; meaningless without pages.
+    /// Returns the index of the pages' RAM block in the list given to [`PacketHeader::decode`]; meaningless in a packet without
+    /// pages.
     pub fn block(&self) -> usize {
         self.block
     }
 
-    /// Returns byte offsets of the pages in the payload, in its order: page-aligned, the whole page inside the block.
-    /// Duplicates are possible.
+    /// Returns the byte offsets of the pages with content, in the order of the payload. Each is a multiple of the page size,
+    /// and the whole page is inside the block. An offset may occur twice.
     pub fn normal(&self) -> &[u64] {
         &self.offsets[..self.normal]
     }
 
-    /// Returns byte offsets of the zero pages, with the same checks as [`PacketHeader::normal`].
+    /// Returns the byte offsets of the zero pages, which were checked like those of [`PacketHeader::normal`].
     pub fn zero(&self) -> &[u64] {
         &self.offsets[self.normal..]
     }
 
-    /// Returns the length of the payload on the wire, at most [`PacketLayout::max_payload`]; 0 without normal pages.
+    /// Returns the length of the payload in bytes, at most [`PacketLayout::max_payload`]; 0 if no page has content.
     pub fn payload_len(&self) -> usize {
         self.payload_len
     }
 
-    /// Returns the required CRC-32 of the payload, if the packet has a checksum that covers it (the payload is not empty, and
-    /// its method is not none).
+    /// Returns the expected CRC-32 of the payload. Returns `None` if the header has no checksums, the payload is empty, or its
+    /// method is none.
     pub fn payload_crc(&self) -> Option<u32> {
         self.payload_crc
             .filter(|_| self.normal > 0 && self.method != Method::None)
     }
 
-    /// Checks `payload` against [`PacketHeader::payload_crc`].
+    /// Compares the CRC-32 of `payload` with [`PacketHeader::payload_crc`]. Succeeds if there is none.
     pub fn check_payload(&self, payload: &[u8]) -> Result<(), WireError> {
         let Some(expected) = self.payload_crc() else {
             return Ok(());
@@ -321,7 +323,7 @@ impl PacketHeader {
     }
 }
 
-/// Verifies the header's checksum, and returns the payload's if there is one.
+/// Verifies the checksum of the header, and returns that of the payload; `None` if the header has no checksums.
 fn read_checksum(header: &[u8], required: bool) -> Result<Option<u32>, WireError> {
     let mut reader = Reader::new(&header[CHECK..CHECK_END]);
     let magic = reader.be32("checksum of a multifd packet")?;
@@ -346,8 +348,8 @@ fn read_checksum(header: &[u8], required: bool) -> Result<Option<u32>, WireError
     Ok(Some(payload))
 }
 
-/// Reads the packet's method. Method bits of packets without pages are not checked: with zlib QEMU 7.2 sends empty packets
-/// without them.
+/// Reads the method from the flags. The method of a packet without pages is not checked: with zlib, QEMU 7.2 sends such packets
+/// without method bits.
 fn read_method(flags: u32, pages: usize, demanded: Option<Method>) -> Result<Method, WireError> {
     if flags & FLAG_DEVICE_STATE != 0 {
         return Err(WireError::Unsupported {
@@ -403,7 +405,7 @@ fn over(what: &'static str, limit: usize, got: usize) -> WireError {
     }
 }
 
-/// Converts a page count to its wire format; a layout's pages are far below 32 bits.
+/// Converts a number of pages to its format in the stream. The numbers of a layout are far below 32 bits.
 fn count(pages: usize) -> u32 {
     u32::try_from(pages).unwrap_or(u32::MAX)
 }
