@@ -1,4 +1,4 @@
-//! Addresses of a migration: QMP's `uri` and `channels`, with QEMU's error messages.
+//! Addresses of a migration in QMP: the arguments `uri` and `channels`, with QEMU's error messages.
 
 use hotlift::Address;
 use hotlift::transport::TransportError;
@@ -26,7 +26,7 @@ static UNIX: &[Member] = &[
     needed("path", Type::Str),
 ];
 
-/// Returns the address in the arguments of `migrate` or `migrate-incoming`.
+/// Returns the address in the arguments of `migrate` or `migrate-incoming`: from `uri` or from `channels`.
 pub fn of_arguments(arguments: &Map<String, Value>) -> Result<Address, Refusal> {
     let neither_or_both = || Refusal::generic("need either 'uri' or 'channels' argument");
     match (
@@ -45,7 +45,7 @@ pub fn of_arguments(arguments: &Map<String, Value>) -> Result<Address, Refusal> 
     }
 }
 
-/// Parses a URI.
+/// Parses the address in a migration URI.
 pub fn of_uri(uri: &str) -> Result<Address, Refusal> {
     uri.parse().map_err(|error| {
         Refusal::generic(match error {
@@ -103,7 +103,7 @@ fn accept(object: &Map<String, Value>, name: &str, values: &[&str]) -> Result<()
     }
 }
 
-/// Converts to `socket-address` of `query-migrate`.
+/// Converts an address to the type of member `socket-address` of `query-migrate`.
 pub fn to_qapi(address: &Address) -> SocketAddress {
     let of_kind = |kind: &str| SocketAddress {
         kind: kind.to_owned(),

@@ -1,4 +1,4 @@
-//! All QMP commands of a monitor: arguments, answers, and QEMU's checks of both.
+//! All QMP commands of a monitor with their arguments and answers, and QEMU's checks of arguments.
 
 use hotlift_qmp::qapi::{Member, Type, needed, optional};
 use hotlift_qmp::server::Refusal;
@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 pub struct CommandInfo {
     /// Name.
     pub name: &'static str,
-    /// Arguments; `None` if they are options, which the table of options checks.
+    /// Arguments; `None` if the arguments are options, which are checked against the table of options.
     pub arguments: Option<&'static [Member]>,
     /// Type of the answer; `None` for an empty object.
     pub returns: Option<Type>,
@@ -104,7 +104,7 @@ pub static COMMANDS: &[CommandInfo] = &[
     command("quit", &[], None),
 ];
 
-/// Returns the row of a command and its arguments, after checking them.
+/// Checks the arguments of a command against its row in the table, and returns them. `none` is returned for absent arguments.
 pub fn check<'a>(
     command: &str,
     arguments: &'a Value,
@@ -121,8 +121,8 @@ pub fn check<'a>(
     Ok(given)
 }
 
-/// Checks an object's members, whose names get `prefix` in errors, in QEMU's order: first required members and types, then
-/// unexpected members.
+/// Checks the members of an object in QEMU's order: first missing members and wrong types, then unexpected members. `prefix`
+/// precedes the names of members in errors.
 pub fn check_members(
     members: &[Member],
     given: &Map<String, Value>,
@@ -164,7 +164,7 @@ fn check_type(kind: Type, value: &Value, name: &str) -> Result<(), Refusal> {
     )))
 }
 
-/// All states of QEMU's migrations; Hotlift uses some of them.
+/// Names of all migration states of QEMU. Hotlift uses only some of them.
 const MIGRATION_STATUS: &[&str] = &[
     "none",
     "setup",

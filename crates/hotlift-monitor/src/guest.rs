@@ -1,4 +1,4 @@
-//! Commands of a monitor with a guest in this process: one machine, with one migration at a time.
+//! Commands of a monitor for a guest of this process: one machine, which has one migration at a time.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -24,7 +24,7 @@ use crate::settings::{IN_PROGRESS, Settings};
 use crate::shutdown::ShutdownRequest;
 use crate::{address, command_table, events, introspection, query_migrate, refusal};
 
-/// The monitor of a machine with a guest. Clones share the machine.
+/// Monitor of a machine with a guest of this process. All clones share one machine.
 #[derive(Clone)]
 pub struct GuestMonitor(Arc<Machine>);
 
@@ -38,27 +38,27 @@ struct Machine {
 
 struct State {
     run: RunState,
-    /// True if the process was started to wait for a guest, and no incoming migration has begun.
+    /// True if the process was started to wait for a guest, and its incoming migration has not begun yet.
     may_come_in: bool,
     was_incoming: bool,
-    /// True if the destination may or may not run the guest: this is unknown here.
+    /// True if it is unknown whether the destination runs the guest.
     in_doubt: bool,
     migration: Option<Migration>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// The latest migration.
+/// The latest migration: active, or ended.
 struct Migration {
     control: Control,
-    /// Status shown to clients. The control's status may change before its figures do.
+    /// Status shown to clients. It may be behind that of `control`, until the figures for a new status are known.
     shown: Status,
     started: Instant,
-    /// Latest progress; before the first report that of [`query_migrate::not_begun`].
+    /// Latest progress. Before the first report it is that of [`query_migrate::not_begun`].
     progress: Progress,
     outcome: Option<Outcome>,
-    /// Address for a source; until this side listens, the requested address. `None` for an outgoing migration.
+    /// Address at which this side listens for the source; the requested address until then. `None` for an outgoing migration.
     listens_at: Option<Address>,
-    /// Statistics of `compress`, for a source with that capability.
+    /// State of the statistics of `compress`; `None` unless this is a source with that capability.
     compression: Option<query_migrate::Compression>,
 }
 
@@ -80,12 +80,12 @@ impl State {
         self.migration.as_ref().filter(|one| one.is_running())
     }
 
-    /// Returns true if the guest is here.
+    /// Returns true if the guest has arrived on this host, or was started here.
     fn has_arrived(&self) -> bool {
         self.run != RunState::InMigrate
     }
 
-    /// Refuses all commands that could create a second copy of this guest.
+    /// Refuses a command while it is unknown if the destination runs the guest: the command could create a second copy of it.
     fn refuse_in_doubt(&self) -> Result<(), Refusal> {
         match self.in_doubt {
             false => Ok(()),
@@ -97,14 +97,14 @@ impl State {
     }
 }
 
-/// States in which the destination owns the guest, and needs pages from this side.
+/// States of a postcopy in which the destination owns the guest, and still needs pages from this side.
 const IN_POSTCOPY: [Status; 3] = [
     Status::PostcopyActive,
     Status::PostcopyPaused,
     Status::PostcopyRecover,
 ];
 
-/// Continues an interrupted postcopy.
+/// Resumes an interrupted postcopy over a new connection: `migrate` with `resume`.
 fn resume(state: &State, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
     let nothing = "Cannot resume if there is no paused migration";
     let paused = state
@@ -119,7 +119,7 @@ fn resume(state: &State, arguments: &Map<String, Value>) -> Result<Value, Refusa
 }
 
 impl GuestMonitor {
-    /// Creates a machine whose guest runs, or, if `incoming`, waits for its guest.
+    /// Creates a machine. Its guest runs; with `incoming`, the machine waits for its guest.
     pub fn new(
         guest: Arc<dyn Guest>,
         options: Options,
@@ -147,7 +147,7 @@ impl GuestMonitor {
         }))
     }
 
-    /// Creates a machine whose guest a migration has left paused, with unknown ownership.
+    /// Creates a machine whose guest is paused after a migration. It is unknown if the destination runs the guest.
     pub fn in_doubt(
         guest: Arc<dyn Guest>,
         options: Options,
@@ -172,20 +172,21 @@ impl GuestMonitor {
         self.0.lock().run == RunState::Running
     }
 
-    /// Returns true once there is a guest whose memory can be checked.
+    /// Returns true if a guest is present, whose memory can be checked.
     pub fn has_arrived(&self) -> bool {
         self.0.lock().has_arrived()
     }
 
-    /// Waits at `address` for the guest; ends the process if it does not arrive.
+    /// Waits for the guest at `address`. If the guest does not arrive, ends the process. Returns the address with the chosen
+    /// port.
     ///
     /// # Errors
-    /// If this address cannot be used.
+    /// If the address cannot be used.
     pub fn wait_for_guest(&self, address: &Address) -> Result<Address, MonitorError> {
         Ok(self.receive(address, true)?)
     }
 
-    /// Ends the monitor: cancels an active migration, and waits for its end.
+    /// Ends the monitor: cancels an active migration and waits for its end. `by_client` is true after a client's `quit`.
     pub fn end(&self, by_client: bool) {
         events::shutdown(&self.0.events, by_client);
         let thread = {
@@ -196,12 +197,12 @@ impl GuestMonitor {
             state.thread.take()
         };
         if let Some(thread) = thread {
-            // Fails only if the thread has panicked, which was reported.
+            // Fails only if the thread has panicked, which was already reported.
             let _ = thread.join();
         }
     }
 
-    /// Records the start of a migration.
+    /// Creates a new migration in `state`, and returns its control.
     fn begin(&self, state: &mut State, listens_at: Option<Address>) -> Control {
         let machine = Arc::downgrade(&self.0);
         let control = Control::watched(Box::new(move |event| {
@@ -221,7 +222,7 @@ impl GuestMonitor {
         control
     }
 
-    /// Runs the `work` of the started migration on its own thread.
+    /// Runs the `work` of a migration in a new thread.
     fn run(
         &self,
         state: &mut State,
@@ -232,7 +233,7 @@ impl GuestMonitor {
         let thread = thread::Builder::new()
             .name("migration".to_owned())
             .spawn(move || {
-                // The panic itself is already reported; here the migration is marked as ended.
+                // The panic itself was already reported. The migration must also be marked as ended.
                 match catch_unwind(AssertUnwindSafe(|| work(&machine, &control))) {
                     Ok(outcome) => machine.ended(outcome),
                     Err(_) => machine.panicked(),
@@ -308,8 +309,8 @@ impl GuestMonitor {
         })
     }
 
-    /// Runs `listen`, which prepares the guest and listens for it at `address`. Without the lock: RAM of many GiB and name
-    /// resolution take time.
+    /// Runs `listen`, which prepares the guest and listens for the source at `address`. The lock of the state is released in
+    /// the meantime: preparing many GiB of RAM and resolving names take time.
     fn receive_as(
         &self,
         address: &Address,
@@ -365,7 +366,7 @@ impl GuestMonitor {
         running.map(|()| at)
     }
 
-    /// Listens again for the source, which has the pages that the guest waits for.
+    /// Listens again for the source of an interrupted postcopy, which has the missing pages: `migrate-recover`.
     fn recover(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
         let control = {
             let state = self.0.lock();
@@ -376,7 +377,7 @@ impl GuestMonitor {
             migration.control.clone()
         };
         let address = address::of_arguments(arguments)?;
-        // Without the lock: name resolution may take time.
+        // The lock of the state is released, because name resolution may take time.
         let listening = address.listen().map_err(MigrationError::from);
         let listener = listening.map_err(|error| Refusal::generic(error.chain()))?;
         let at = listener.address().ok();
@@ -389,7 +390,7 @@ impl GuestMonitor {
         Ok(json!({}))
     }
 
-    /// Enables postcopy: from the next switchover the guest runs at the destination, even if pages are missing.
+    /// Enables postcopy: after the next switchover the guest runs at the destination, even if pages are missing there.
     fn start_postcopy(&self) -> Result<Value, Refusal> {
         let state = self.0.lock();
         if !self.0.settings.for_migration().postcopy.ram {
@@ -400,7 +401,7 @@ impl GuestMonitor {
         let outgoing = state.migration.as_ref();
         match outgoing.filter(|one| one.listens_at.is_none()) {
             Some(migration) => {
-                // A migration that has ended ignores this, as in QEMU: the client cannot know.
+                // A migration that has just ended ignores this, as in QEMU: a client cannot avoid this case.
                 migration.control.start_postcopy();
                 Ok(json!({}))
             }
@@ -421,7 +422,8 @@ impl GuestMonitor {
     fn cancel(&self) -> Value {
         let mut state = self.0.lock();
         let outgoing = state.running().filter(|one| one.listens_at.is_none());
-        // A guest that runs at the destination needs its remaining pages: a cancel takes effect only after 'migrate-pause'.
+        // The guest may run at the destination and need the remaining pages. Then a cancel takes effect only after
+        // 'migrate-pause'.
         let is_needed = |one: &&Migration| {
             let status = one.control.status();
             IN_POSTCOPY.contains(&status) && status != Status::PostcopyPaused
@@ -429,7 +431,7 @@ impl GuestMonitor {
         let outgoing = outgoing.filter(|one| !is_needed(one));
         if let Some(migration) = outgoing {
             migration.control.cancel();
-            // The engine does not cancel if the guest has already left this host.
+            // If the guest has already left this host, the engine does not cancel.
             let status = migration.control.status();
             if matches!(status, Status::Cancelling | Status::None) {
                 self.0.show(&mut state, Status::Cancelling);
@@ -519,7 +521,7 @@ impl GuestMonitor {
             let (progress, elapsed) = (progress.clone(), migration.started.elapsed());
             let (jobs, compression) = (migration.control.jobs(), migration.compression);
             let stall = migration.control.stall();
-            // The engine waits for this lock while the guest is paused, and /proc is slow.
+            // Reading /proc is slow, and the engine waits for this lock while the guest is paused.
             drop(state);
             let info =
                 query_migrate::source_under_way(status, elapsed, &progress, &jobs, compression);
@@ -605,12 +607,12 @@ impl Machine {
         blocks.map(|block| block.len() as u64).sum()
     }
 
-    /// Sets the status that clients see, and sends its event if it is new.
+    /// Sets the status that clients see. If it is new, sends the event MIGRATION.
     fn show(&self, state: &mut State, status: Status) {
         let Some(migration) = &mut state.migration else {
             return;
         };
-        // Clients do not see the engine's states between a cancel and its end.
+        // Between a cancel and the end of the migration, clients do not see the states of the engine.
         let hidden = migration.shown == Status::Cancelling
             && migration.outcome.is_none()
             && status != Status::Cancelling;
@@ -623,11 +625,11 @@ impl Machine {
         }
     }
 
-    /// Handles an event of the engine. Events arrive in their order.
+    /// Handles an event of the engine. The engine sends events in the order in which they occur.
     fn happened(&self, event: MigrationEvent) {
         let mut state = self.lock();
         match event {
-            // `ended` shows these states, together with the final figures.
+            // `ended` shows these states, because the final figures are known only then.
             MigrationEvent::Status(
                 Status::None | Status::Completed | Status::Failed | Status::Cancelled,
             ) => {}
@@ -647,9 +649,9 @@ impl Machine {
         }
     }
 
-    /// Handles the end of the migration's stop of the guest: runs the guest, unless the operator has stopped it.
+    /// Runs the guest after the migration no longer stops it, unless the operator has stopped it.
     fn resumed(&self, state: &mut State) {
-        // A `stop` or `cont` while the guest arrived was only recorded, and takes effect now.
+        // A `stop` or `cont` before the guest arrived was only recorded, and takes effect now.
         let by_operator = self.guest.is_stopped_by_operator();
         let done = match by_operator {
             true => self.guest.stop(true),
@@ -666,7 +668,7 @@ impl Machine {
         }
     }
 
-    /// Handles a panic of the engine: the state of the guest is unknown.
+    /// Handles a panic of the engine. If the migration had stopped the guest, its state is now unknown.
     fn panicked(&self) {
         let why = "internal error: the thread of the migration panicked".to_owned();
         let mut state = self.lock();
@@ -703,7 +705,7 @@ impl Machine {
     }
 
     fn finish(&self, state: &mut State, outcome: Outcome, status: Status) {
-        // The migration has left the guest stopped: it is in doubt, or could not be continued.
+        // The migration has left the guest stopped: it is in doubt if the destination runs it, or it could not be continued.
         if state.run == RunState::FinishMigrate {
             self.guest.leave_to_operator();
             state.run = RunState::Paused;
@@ -747,7 +749,7 @@ mod tests {
         )
     }
 
-    /// Other clients are served during one client's slow `migrate-incoming`.
+    /// A client's slow `migrate-incoming` does not delay the answers to other clients.
     #[test]
     fn clients_get_replies_while_an_incoming_guest_is_prepared() {
         let monitor = waiting();
@@ -783,7 +785,7 @@ mod tests {
         assert!(at.unwrap_err().desc.contains("there"));
         assert_eq!(ask("query-migrate", Value::Null).unwrap(), json!({}));
 
-        // The failed command has no effect on the next one.
+        // The failed command does not affect the next one.
         let at = monitor.receive(&anywhere, false).unwrap();
         let info = ask("query-migrate", Value::Null).unwrap();
         assert_eq!(info["status"], "setup");

@@ -1,4 +1,4 @@
-//! Commands that need only the tables of commands and options. Every monitor answers them in the same way.
+//! Commands whose answers come only from the tables of commands and options. They are the same for all monitors.
 
 use hotlift_qmp::qapi::to_value;
 use hotlift_qmp::server::{Commands, Refusal};
@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use crate::command_table::COMMANDS;
 use crate::{hmp, schema};
 
-/// Returns a monitor's version: that of the emulated QEMU interface, and Hotlift's as the package.
+/// Returns the answer of `query-version`: the QEMU version that the monitor emulates, and Hotlift's version as the package.
 pub fn version() -> Value {
     to_value(&VersionInfo {
         qemu: Version {
@@ -20,7 +20,8 @@ pub fn version() -> Value {
     })
 }
 
-/// Executes `command` for the monitor `commands`. `has` returns true for the names of that monitor's commands.
+/// Executes `command`, which the monitor `commands` itself does not handle. `has` returns true for the names of this monitor's
+/// commands.
 pub fn execute(
     commands: &dyn Commands,
     command: &str,

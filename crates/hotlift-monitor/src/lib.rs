@@ -1,19 +1,19 @@
-//! Monitors of a migrating process: clients drive and watch it as they do QEMU. Tools use QMP, people HMP.
+//! Monitors of a migrating process, which clients control and query like a QEMU: programs over QMP, operators over HMP.
 //!
 //! | file | subject |
 //! |---|---|
 //! | `sockets` | sockets of the clients, and their access control |
 //! | `command_table`, `schema` | all QMP commands, their arguments and answers |
 //! | `guest` | commands for a guest of this process |
-//! | `run_control` | stops and continues that guest, for its operator and its migration |
+//! | `run_control` | stops and continues this guest, for the operator and for the migration |
 //! | `relay` | commands for a relay |
-//! | `introspection` | commands that need only the tables |
+//! | `introspection` | commands that are the same for all monitors |
 //! | `settings` | capabilities and parameters |
 //! | `address` | `uri` and `channels` of a migration |
 //! | `query_migrate` | the answer of `query-migrate` |
 //! | `events` | events sent to clients |
 //! | `refusal` | errors sent to clients |
-//! | `shutdown` | request to end the process |
+//! | `shutdown` | a request to end the process |
 //! | `hmp` | the human monitor |
 //! | `error` | errors of a monitor |
 

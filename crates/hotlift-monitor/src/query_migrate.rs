@@ -1,4 +1,4 @@
-//! Answers of `query-migrate` and `query-migrationthreads`: the engine's figures as QMP's types.
+//! Answers of `query-migrate` and `query-migrationthreads`: converts the engine's figures to QMP's types.
 
 use std::time::Duration;
 
@@ -16,28 +16,28 @@ use hotlift_qmp::{
 };
 use hotlift_terminal::progress::rounded;
 
-/// Name prefixes of the threads of a migration's source.
+/// Prefixes of the names of a source's threads that belong to its migration.
 const SOURCE_THREADS: &[&str] = &["mig/src/", "compress_", "dsa_completion"];
 
-/// Statistics of capability `compress`, derived from the migration's figures: all of its pages are on the main channel.
+/// Computes the statistics of capability `compress` from the migration's figures: all pages are on the main channel.
 #[derive(Debug, Clone, Copy)]
 pub struct Compression {
-    /// True if pages wait for a thread; otherwise the number of pages without a free thread is unknown.
+    /// True if pages wait for a free thread. If false, the number of pages for which no thread was free is unknown.
     waits: bool,
 }
 
 impl Compression {
-    /// Returns the value for a migration with `options`; `None` without the capability.
+    /// Returns the value for a migration with `options`; `None` if the capability `compress` is off.
     pub fn of(options: &Options) -> Option<Self> {
         options.stream.compress.then_some(Self {
             waits: options.compress_wait_thread,
         })
     }
 
-    /// Returns the statistics. `main` is the number of bytes of the main channel. This includes some hundred bytes for each
-    /// round, and the devices' state, which count as compressed pages here.
+    /// Returns the statistics. `main` is the number of bytes of the main channel. It includes some hundred bytes for each round
+    /// and the device states, which are counted as compressed pages.
     fn stats(self, main: u64, pages: Pages) -> CompressionStats {
-        /// Bytes before the content of a page, and bytes of a zero page (`RAM_SAVE_FLAG_CONTINUE`).
+        /// Number of bytes before the content of a page; a zero page has one byte more (`RAM_SAVE_FLAG_CONTINUE`).
         const HEADER: u64 = 8;
         const ZERO: u64 = HEADER + 1;
         let size = main.saturating_sub(pages.with_content * HEADER + pages.zero * ZERO);
@@ -56,7 +56,7 @@ impl Compression {
     }
 }
 
-/// Pages sent.
+/// Numbers of pages sent.
 #[derive(Debug, Clone, Copy)]
 struct Pages {
     with_content: u64,
@@ -64,8 +64,9 @@ struct Pages {
 }
 
 impl Pages {
-    /// Returns the members of `ram` with the page counts and the distribution of their `bytes`. QEMU does not count pages of
-    /// `compress` and XBZRLE as normal; they have their own counts. Pages on multifd channels are normal, with any method.
+    /// Returns the statistics of RAM with these page counts, and with `bytes` by channel and phase. As in QEMU, pages of
+    /// `compress` and XBZRLE do not count as normal, but have their own counts. Pages on multifd channels are normal, with any
+    /// method.
     fn stats(
         self,
         bytes: ByteFigures,
@@ -91,7 +92,7 @@ impl Pages {
     }
 }
 
-/// Returns the answer for a migration in this state, without figures.
+/// Returns the answer with only this state, without figures.
 pub fn only_status(status: Status) -> MigrationInfo {
     MigrationInfo {
         status: Some(status.name().to_owned()),
@@ -99,7 +100,7 @@ pub fn only_status(status: Status) -> MigrationInfo {
     }
 }
 
-/// Returns the answer for a migration that has ended without success.
+/// Returns the answer for a migration that has failed or was cancelled.
 pub fn failed(status: Status, error_desc: &str) -> MigrationInfo {
     MigrationInfo {
         error_desc: Some(error_desc.to_owned()),
@@ -107,7 +108,7 @@ pub fn failed(status: Status, error_desc: &str) -> MigrationInfo {
     }
 }
 
-/// Returns the progress of a source's migration of `total_bytes` of RAM before its first report.
+/// Returns the progress of a source that has not reported yet, with `total_bytes` of RAM.
 pub fn not_begun(total_bytes: u64) -> Progress {
     Progress {
         status: Status::Setup,
@@ -119,7 +120,7 @@ pub fn not_begun(total_bytes: u64) -> Progress {
     }
 }
 
-/// Adds `stall`, the host that holds up the migration, to an answer.
+/// Adds `stall`, a host that delays the migration, to an answer.
 pub fn with_stall(info: MigrationInfo, stall: Option<Stall>) -> MigrationInfo {
     MigrationInfo {
         stall: stall.map(|stall| stall.to_string()),
@@ -296,7 +297,7 @@ pub fn relay_completed(
     }
 }
 
-/// Returns the number of bytes of the main channel.
+/// Returns the number of bytes sent on the main channel.
 fn on_main(bytes: ByteFigures) -> u64 {
     bytes.precopy + bytes.downtime
 }
@@ -313,7 +314,7 @@ fn xbzrle_cache(xbzrle: &XbzrleFigures) -> XbzrleCacheStats {
     }
 }
 
-/// Returns the jobs of accelerators; `None` if the method or mode does not use them.
+/// Returns the statistics of accelerator jobs; `None` if the method or the zero page detection uses no accelerator.
 fn accelerator_jobs(jobs: &JobFigures) -> Option<AcceleratorJobs> {
     (*jobs != JobFigures::default()).then(|| AcceleratorJobs {
         hardware: jobs.hardware,
@@ -337,7 +338,7 @@ fn ms(time: Duration) -> u64 {
     time.as_millis().try_into().unwrap_or(u64::MAX)
 }
 
-/// Answers `query-migrationthreads`: lists the threads of a running source.
+/// Answers `query-migrationthreads`: lists the threads of an active migration of this source.
 pub fn threads() -> Vec<MigrationThreadInfo> {
     let threads = source_threads().map(|(id, name)| MigrationThreadInfo {
         name,
@@ -346,7 +347,7 @@ pub fn threads() -> Vec<MigrationThreadInfo> {
     threads.collect()
 }
 
-/// Returns the kernel's CPU time of each of these threads.
+/// Returns the CPU time of each thread of this process, as the kernel reports it.
 fn cpu_of_threads() -> Vec<ThreadCpu> {
     source_threads()
         .filter_map(|(id, name)| {
@@ -365,7 +366,7 @@ fn source_threads() -> impl Iterator<Item = (u64, String)> {
     tasks.filter_map(|task| {
         let task = task.ok()?;
         let id = task.file_name().to_str()?.parse().ok()?;
-        // A thread that has ended in the meantime has no name.
+        // Skips a thread that has ended in the meantime: its name cannot be read.
         let name = std::fs::read_to_string(task.path().join("comm")).ok()?;
         let name = name.trim_end().to_owned();
         let is_one = SOURCE_THREADS.iter().any(|begin| name.starts_with(begin));

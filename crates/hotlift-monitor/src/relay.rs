@@ -14,7 +14,7 @@ use crate::settings::Settings;
 use crate::{command_table, events, introspection, query_migrate, refusal};
 use hotlift_mem::lock;
 
-/// Commands that a relay does not have, with an explanation for the client.
+/// Commands that a relay does not have, each with an explanation for the client.
 const OF_OTHERS: &[(&str, &str)] = &[
     (
         "migrate",
@@ -38,7 +38,7 @@ const OF_OTHERS: &[(&str, &str)] = &[
     ("query-uuid", "the guest is a QEMU's"),
 ];
 
-/// A relay's monitor. Clones share the relay.
+/// Monitor of a relay. All clones share one relay.
 #[derive(Clone)]
 pub struct RelayMonitor(Arc<Relay>);
 
@@ -51,13 +51,13 @@ struct Relay {
 
 #[derive(Default)]
 struct State {
-    /// True if a client has set parameters, which then also apply to later migrations.
+    /// True if a client has changed parameters. They then also apply to later migrations.
     was_changed: bool,
     asked_to_quit: bool,
     migration: Option<Migration>,
 }
 
-/// The latest migration.
+/// The latest migration: active, or ended.
 struct Migration {
     control: Control,
     shown: Status,
@@ -66,7 +66,7 @@ struct Migration {
 }
 
 impl RelayMonitor {
-    /// Creates the monitor of a relay whose outgoing side has `options`. A client's `quit` raises `interrupt`.
+    /// Creates the monitor of a relay whose sending side has `options`. A client's `quit` raises `interrupt`.
     pub fn new(options: Options, events: Events, interrupt: &Interrupt) -> Self {
         Self(Arc::new(Relay {
             settings: Settings::as_given(options),
@@ -76,7 +76,7 @@ impl RelayMonitor {
         }))
     }
 
-    /// Prepares for the next migration; returns its control.
+    /// Prepares for the next migration, and returns its control.
     pub fn waits(&self) -> Control {
         let weak = Arc::downgrade(&self.0);
         let control = Control::watched(Box::new(move |event| {
@@ -97,14 +97,14 @@ impl RelayMonitor {
         control
     }
 
-    /// Records the progress.
+    /// Records the latest progress, for `query-migrate`.
     pub fn note(&self, progress: &RelayProgress) {
         if let Some(migration) = &mut self.0.lock().migration {
             migration.progress = *progress;
         }
     }
 
-    /// Records the outcome.
+    /// Records the outcome of the migration, and sends its event.
     pub fn ended(&self, outcome: &Result<RelayReport, MigrationError>) {
         let mut state = self.0.lock();
         let status = match outcome {
@@ -121,7 +121,7 @@ impl RelayMonitor {
         self.0.show(&mut state, status);
     }
 
-    /// Reports the end of the process; returns true if a client has requested it.
+    /// Sends the event that the process ends. Returns true if a client has requested the end.
     pub fn end(&self) -> bool {
         let asked = self.0.lock().asked_to_quit;
         events::shutdown(&self.0.events, asked);
@@ -170,7 +170,7 @@ impl RelayMonitor {
 
     fn set_parameters(&self, parameters: &Map<String, Value>) -> Result<Value, Refusal> {
         let mut state = self.0.lock();
-        // Without a migration only the settings of the next one change.
+        // Without a migration, only the settings of the next migration change.
         let idle = Control::new();
         let control = state.migration.as_ref().map_or(&idle, |one| &one.control);
         let is_live = |name: &str| name == "max-bandwidth";
@@ -212,7 +212,7 @@ impl Relay {
         lock(&self.state)
     }
 
-    /// Records the engine's status; [`RelayMonitor::ended`] shows the end with its figures.
+    /// Records a new status of the engine. The final status is recorded by [`RelayMonitor::ended`], with the final figures.
     fn happened(&self, status: Status) {
         let ends = matches!(
             status,

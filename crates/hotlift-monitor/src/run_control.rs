@@ -1,24 +1,24 @@
-//! Run control: both the operator (`stop`, `cont`) and the migration stop and continue a guest.
+//! Run control of a guest, which both the operator (`stop`, `cont`) and the migration stop and continue.
 //!
-//! The guest runs if neither has stopped it. If the operator has stopped it, it is also stopped at the destination, as in QEMU:
-//! the section of the device `globalstate` has the run state.
+//! The guest runs if neither the operator nor the migration has stopped it. If the operator has stopped it, it is also stopped
+//! at the destination, as in QEMU: the section of the device `globalstate` contains its run state.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use hotlift::guest::{Announcer, DeviceState, Guest, GuestError};
 use hotlift_mem::{DirtyBitmap, RamBlock, lock};
 
-/// Run state of the guest; with QEMU's names (`RunState`).
+/// Run state of the guest, with QEMU's names (`RunState`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunState {
     /// The guest has not arrived.
     InMigrate,
     Running,
-    /// The operator has stopped it.
+    /// The operator has stopped the guest.
     Paused,
-    /// The migration has stopped it.
+    /// The migration has stopped the guest.
     FinishMigrate,
-    /// It runs on another host.
+    /// The guest runs on another host.
     PostMigrate,
 }
 
@@ -32,7 +32,7 @@ impl RunState {
         Self::PostMigrate,
     ];
 
-    /// Returns QEMU's name.
+    /// Returns QEMU's name of the state.
     pub fn name(self) -> &'static str {
         match self {
             Self::InMigrate => "inmigrate",
@@ -44,13 +44,13 @@ impl RunState {
     }
 }
 
-/// Name of the device whose section has the run state.
+/// Name of the device whose section contains the run state.
 const GLOBALSTATE: &str = "globalstate";
 
-/// Longest name of a run state in the section (`RunState` of QEMU's `GlobalState`).
+/// Maximum length of a run state's name in this section, in bytes (QEMU's `GlobalState`).
 const NAME: usize = 100;
 
-/// The guest, and the parties that have stopped it.
+/// The guest, and a record of who has stopped it: the operator, the migration, or both.
 pub struct RunControl {
     guest: Arc<dyn Guest>,
     stopped_by: Mutex<StoppedBy>,
@@ -63,7 +63,7 @@ struct StoppedBy {
 }
 
 impl RunControl {
-    /// Creates the control of a guest that is not stopped.
+    /// Creates the run control of a guest that is not stopped.
     pub fn new(guest: Arc<dyn Guest>) -> Self {
         Self {
             guest,
@@ -75,12 +75,12 @@ impl RunControl {
         lock(&self.stopped_by)
     }
 
-    /// Returns true if the operator has stopped it.
+    /// Returns true if the operator has stopped the guest.
     pub fn is_stopped_by_operator(&self) -> bool {
         self.lock().operator
     }
 
-    /// Executes the operator's `stop`. A guest that has not arrived yet will not run on arrival.
+    /// Executes the operator's `stop`. If the guest has not arrived yet, it will not run on arrival.
     pub fn stop(&self, has_arrived: bool) -> Result<(), GuestError> {
         let mut stopped_by = self.lock();
         if has_arrived {
@@ -90,7 +90,7 @@ impl RunControl {
         Ok(())
     }
 
-    /// Executes the operator's `cont`.
+    /// Executes the operator's `cont`. The guest continues unless the migration has stopped it.
     pub fn cont(&self, has_arrived: bool) -> Result<(), GuestError> {
         let mut stopped_by = self.lock();
         if has_arrived && !stopped_by.migration {
@@ -100,7 +100,7 @@ impl RunControl {
         Ok(())
     }
 
-    /// Keeps the guest stopped after a migration, until the operator's `cont`: only the operator can know if it may run.
+    /// Leaves the guest stopped after a migration until the operator's `cont`: only the operator can decide if it may run.
     pub fn leave_to_operator(&self) {
         *self.lock() = StoppedBy {
             operator: true,
@@ -177,7 +177,7 @@ impl Guest for RunControl {
 
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {
         let mut devices = self.guest.save_devices()?;
-        // Omitted for a running guest: a destination without a monitor does not know the section.
+        // The section is sent only for a stopped guest: a destination without a monitor does not know it.
         if self.lock().operator {
             devices.push(stopped());
         }
@@ -204,7 +204,7 @@ impl Guest for RunControl {
     }
 }
 
-/// Returns the section of a stopped guest: the length of the name with its end, then the name.
+/// Returns the section for a stopped guest. It contains the length of the state's name including its NUL, and the name.
 fn stopped() -> DeviceState {
     let name = b"paused\0";
     let mut payload = vec![0, 0, 0, 7];

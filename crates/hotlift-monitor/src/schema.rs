@@ -1,5 +1,5 @@
-//! The answer of `query-qmp-schema`: the table of commands, the table of options, and the objects that both use, which are the
-//! types of hotlift-qmp. They have the names from QEMU's documentation.
+//! The answer of `query-qmp-schema`. It consists of the commands, the options, and the objects in both, which are the types of
+//! hotlift-qmp. They have the names of QEMU's documentation.
 
 use std::collections::BTreeSet;
 
@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 use crate::command_table::{COMMANDS, CommandInfo};
 use crate::run_control::RunState;
 
-/// Objects that are arguments, or data of events. Those of answers come from hotlift-qmp's types, those of options from their
-/// table.
+/// Objects in arguments of commands and in data of events. Objects in answers come from hotlift-qmp's types. Those of options
+/// come from the table of options.
 static OBJECTS: &[Object] = &[
     object("Empty", &[]),
     object(
@@ -55,7 +55,7 @@ const fn object(name: &'static str, members: &'static [Member]) -> Object {
     Object { name, members }
 }
 
-/// Enumerations that are not the values of an option.
+/// Enumerations, except those that are the values of an option.
 static ENUMS: &[(&str, &[&str])] = &[
     ("MigrationChannelType", &["main"]),
     ("MigrationAddressType", &["socket"]),
@@ -63,7 +63,7 @@ static ENUMS: &[(&str, &[&str])] = &[
     ("ShutdownCause", &["host-qmp-quit", "host-signal"]),
 ];
 
-/// Events, and the objects of their data.
+/// Events, each with the name of the object that is its data.
 pub static EVENTS: &[(&str, &str)] = &[
     ("MIGRATION", "MIGRATION"),
     ("MIGRATION_PASS", "MIGRATION_PASS"),
@@ -72,7 +72,7 @@ pub static EVENTS: &[(&str, &str)] = &[
     ("SHUTDOWN", "SHUTDOWN"),
 ];
 
-/// Returns the whole schema, for a monitor with the commands for which `has` returns true.
+/// Returns the schema of a monitor. `has` returns true for the names of this monitor's commands.
 pub fn schema(has: &dyn Fn(&str) -> bool) -> Value {
     let mut schema = Schema::default();
     for name in ["str", "int", "number", "boolean"] {
@@ -100,7 +100,7 @@ pub fn schema(has: &dyn Fn(&str) -> bool) -> Value {
     Value::Array(schema.entries)
 }
 
-/// Returns the JSON type: QEMU and JSON share the names `int` and `number`.
+/// Returns the name of a JSON type: only `str` has another name in QEMU's schema.
 fn builtin(name: &str) -> &str {
     if name == "str" { "string" } else { name }
 }
@@ -108,7 +108,7 @@ fn builtin(name: &str) -> &str {
 #[derive(Default)]
 struct Schema {
     entries: Vec<Value>,
-    /// Element types of lists.
+    /// Types that occur as elements of lists.
     elements: BTreeSet<String>,
 }
 
@@ -145,7 +145,7 @@ impl Schema {
         );
     }
 
-    /// Adds capabilities and parameters from the table of options.
+    /// Adds the capabilities and parameters in the table of options.
     fn options(&mut self) {
         let mut parameters = Vec::new();
         let mut capabilities = Vec::new();

@@ -1,4 +1,4 @@
-//! Options of a monitor: capabilities and parameters, set and queried by clients.
+//! Settings of a monitor: capabilities and parameters, which clients set and query.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -13,22 +13,22 @@ use serde_json::{Map, Value};
 use crate::command_table::check_members;
 use hotlift_mem::lock;
 
-/// Error for a client that starts a migration, or changes capabilities, during a migration.
+/// Error for a client that starts a migration or changes capabilities while a migration is active.
 pub const IN_PROGRESS: &str = "There's a migration process in progress";
 
 static CAPABILITY: &[Member] = &[needed("capability", Type::Str), needed("state", Type::Bool)];
 
-/// Options that clients set.
+/// Migration options, which clients change.
 pub struct Settings(Mutex<Options>);
 
 impl Settings {
-    /// Creates settings from the options of the command line. Multifd is off if they do not name it, as in QEMU.
+    /// Creates settings from the options of the command line. If they do not mention multifd, it is off, as in QEMU.
     pub fn new(mut options: Options) -> Self {
         options.stream.multifd.get_or_insert(false);
         Self::as_given(options)
     }
 
-    /// Creates settings from the unchanged options of the command line.
+    /// Creates settings from the options of the command line, without a change.
     pub fn as_given(options: Options) -> Self {
         Self(Mutex::new(options))
     }
@@ -37,7 +37,7 @@ impl Settings {
         lock(&self.0)
     }
 
-    /// Returns the options for a migration. Without multifd its parameters are reset, since QEMU ignores them then.
+    /// Returns the options for a migration. If multifd is off, the parameters of multifd are reset, since QEMU ignores them.
     pub fn for_migration(&self) -> Options {
         let mut options = self.lock().clone();
         if !options.stream.multifd() {
@@ -47,7 +47,7 @@ impl Settings {
         options
     }
 
-    /// Returns true if migration events are sent (capability `events`).
+    /// Returns true if clients receive migration events (capability `events`).
     pub fn has_events(&self) -> bool {
         self.lock().events
     }
@@ -66,7 +66,7 @@ impl Settings {
         to_value(&capabilities)
     }
 
-    /// Executes `migrate-set-capabilities`: sets all of them, or none.
+    /// Executes `migrate-set-capabilities`: sets all wanted capabilities, or none if one is refused.
     pub fn set_capabilities(&self, wanted: &Value, is_running: bool) -> Result<(), Refusal> {
         let mut options = self.lock();
         let mut changed = options.clone();
@@ -111,8 +111,8 @@ impl Settings {
         Value::Object(parameters)
     }
 
-    /// Executes `migrate-set-parameters`: sets all of them, or none. During a migration (`running`), only those that take
-    /// effect in it.
+    /// Executes `migrate-set-parameters`: sets all wanted parameters, or none if one is refused. While a migration is active
+    /// (`running`), accepts only parameters that take effect in it.
     pub fn set_parameters(
         &self,
         parameters: &Map<String, Value>,

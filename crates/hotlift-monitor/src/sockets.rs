@@ -13,29 +13,29 @@ use hotlift_terminal::error::TerminalError;
 use crate::error::MonitorError;
 use crate::{hmp, introspection};
 
-/// Message to a person above the limit of clients.
+/// Message to an operator who connects when too many clients are connected.
 const TOO_MANY_HMP_CLIENTS: &[u8] = b"too many clients: end another one first\r\n";
 
-/// Permissions of a UNIX socket that only its owner can use.
+/// Permissions of a UNIX socket: only its owner can connect.
 const OWNER_ONLY: u32 = 0o600;
 
-/// Sockets for clients, and their access control.
+/// Sockets for the clients of a monitor, and their access control.
 #[derive(Debug, Clone)]
 pub struct Sockets {
-    /// Address of QMP.
+    /// Address of the QMP socket; `None` for no socket.
     pub qmp: Option<QmpAddress>,
-    /// Address of the human monitor.
+    /// Address of the human monitor; `None` for no human monitor.
     pub hmp: Option<HmpAddress>,
-    /// Permissions of the UNIX sockets, at most 0o777.
+    /// Permissions of the UNIX sockets, as the mode of their files, at most 0o777.
     pub mode: u32,
-    /// True if TCP sockets may use addresses that other hosts can reach, without authentication.
+    /// True if TCP sockets may have addresses that other hosts can reach. There is no authentication.
     pub from_other_hosts: bool,
 }
 
 /// Address of the human monitor.
 #[derive(Debug, Clone)]
 pub enum HmpAddress {
-    /// Standard input and output.
+    /// Standard input and output of this process.
     Stdio,
     /// A socket.
     Socket(QmpAddress),
@@ -52,16 +52,16 @@ impl FromStr for HmpAddress {
     }
 }
 
-/// Monitors that serve clients until dropped.
+/// Monitors that serve their clients until this value is dropped.
 pub struct Monitors {
-    // Drop order: clients are disconnected before their socket files are removed.
+    // Fields are dropped in this order: clients are disconnected before their socket files are removed.
     _clients: Vec<Clients>,
     _files: Vec<UnixSocketFile>,
     _terminal: Option<hmp::TerminalSettings>,
 }
 
 impl Sockets {
-    /// Creates the configuration for only QMP at `address`, for this user alone.
+    /// Creates the configuration of a monitor with only QMP at `address`. Only this user can connect to a UNIX socket.
     #[must_use]
     pub fn qmp_at(address: QmpAddress) -> Self {
         Self {
@@ -72,10 +72,10 @@ impl Sockets {
         }
     }
 
-    /// Starts to serve `commands`; QMP clients receive `events`.
+    /// Starts to serve clients with `commands`. QMP clients also receive `events`.
     ///
     /// # Errors
-    /// If a socket cannot be bound, or other hosts can reach it without permission.
+    /// If a socket cannot be opened, or is not allowed because other hosts can reach it.
     pub fn serve(
         &self,
         commands: &Arc<dyn Commands>,
@@ -110,7 +110,7 @@ impl Sockets {
                 let serve = move || {
                     let _ = hmp::serve_terminal(&*commands);
                 };
-                // The thread waits for input that may never come, so it is not joined.
+                // The thread may wait forever for input, so it is not joined.
                 std::thread::Builder::new()
                     .name("hmp/terminal".to_owned())
                     .spawn(serve)
@@ -152,11 +152,11 @@ impl Sockets {
         };
         let place = address.to_string();
         let serve = move |socket| match serve(socket) {
-            // Always logged: a web page may be trying to reach this socket through a browser.
+            // Always logged, because a web page may be trying to reach this socket through a browser.
             Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                 let _ = writeln!(io::stderr(), "hotlift: a client of {place}: {error}");
             }
-            // The client has disconnected, for any reason.
+            // Nothing is logged if the client has disconnected.
             Ok(()) | Err(_) => {}
         };
         let clients = Clients::serve(bound, refusal, Arc::new(serve)).map_err(failed)?;

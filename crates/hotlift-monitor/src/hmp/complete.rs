@@ -1,10 +1,10 @@
-//! Completion of a line.
+//! Completion of an incomplete line.
 
 use hotlift::options::{Kind, OPTIONS, option};
 
 use super::table::{COMMANDS, HmpCommand, INFO, find};
 
-/// Returns the position in `line` where its last word begins, and the possible completions.
+/// Returns the position in bytes at which the last word of `line` begins, and the possible completions of this word.
 pub fn complete(line: &str) -> (usize, Vec<String>) {
     let start = line.rfind(char::is_whitespace).map_or(0, |space| space + 1);
     let before: Vec<&str> = line[..start].split_whitespace().collect();

@@ -1,6 +1,6 @@
-//! Splits a line into words, quoted strings and flags.
+//! Splits a line of the human monitor into words, quoted strings and flags.
 
-/// The rest of a line.
+/// The unread rest of a line.
 pub struct Words<'a>(&'a str);
 
 impl<'a> Words<'a> {
@@ -8,10 +8,11 @@ impl<'a> Words<'a> {
         Self(line.trim())
     }
 
-    /// Returns the next word. Double quotes allow spaces and the escapes `\n`, `\r`, `\\`, `\"` and `\'`, as in QEMU.
+    /// Returns the next word; `None` at the end of the line. A word in double quotes may contain spaces and the escapes `\n`,
+    /// `\r`, `\\`, `\"` and `\'`, as in QEMU.
     ///
     /// # Errors
-    /// The error in a quoted word.
+    /// The error in a quoted word, as text.
     pub fn next(&mut self) -> Result<Option<String>, &'static str> {
         let Some(quoted) = self.0.strip_prefix('"') else {
             let end = self.0.find(char::is_whitespace).unwrap_or(self.0.len());
@@ -38,7 +39,7 @@ impl<'a> Words<'a> {
         Ok(Some(word))
     }
 
-    /// Returns the letters of the following flags, as in `-d -r` and `-dr`.
+    /// Returns the letters of the flags that follow, as in `-d -r` and `-dr`.
     pub fn flags(&mut self) -> Vec<char> {
         let mut flags = Vec::new();
         while let Some(rest) = self.0.strip_prefix('-')
@@ -51,7 +52,7 @@ impl<'a> Words<'a> {
         flags
     }
 
-    /// Takes the rest of the line.
+    /// Returns the rest of the line without splitting it.
     pub fn rest(&mut self) -> &'a str {
         std::mem::take(&mut self.0)
     }

@@ -1,7 +1,7 @@
-//! The human monitor (HMP): executes typed lines with QMP's [`Commands`].
+//! The human monitor (HMP): executes lines that an operator types, through the QMP [`Commands`].
 //!
-//! Commands, answers and error messages match QEMU 10.0; forms from older documents are also accepted. The terminal's prompt is
-//! Hotlift's; a socket's is QEMU's, because scripts wait for it.
+//! Commands, answers and error messages match QEMU 10.0. Forms in older documents are also accepted. The prompt on a terminal
+//! is Hotlift's; the prompt on a socket is QEMU's, because scripts wait for it.
 
 mod complete;
 mod line;
@@ -17,7 +17,7 @@ use run::Answer;
 pub use session::serve_client;
 pub use terminal::{TerminalSettings, serve_terminal};
 
-/// Runs one line and returns its output, as `human-monitor-command` does: does not wait for a migration.
+/// Executes one line and returns its output, as QMP's `human-monitor-command` does. Does not wait for the end of a migration.
 pub fn run_line(commands: &dyn Commands, line: &str) -> String {
     let text = match run::run(commands, line) {
         Answer::Text(text) => text,

@@ -1,4 +1,4 @@
-//! Execution of a line.
+//! Executes a line of the human monitor.
 
 use hotlift::options::{Kind, OLDER_NAMES, OPTIONS, OptionInfo, QmpType, option};
 use hotlift_qmp::server::{Commands, Refusal};
@@ -8,12 +8,12 @@ use super::line::Words;
 use super::show;
 use super::table::{COMMANDS, HmpCommand, INFO, find};
 
-/// Result of a line.
+/// Result of executing a line.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Answer {
     /// Text to print.
     Text(String),
-    /// A migration was started; the session must wait for its end.
+    /// A migration was started. The session must wait for its end.
     Started,
     /// The process is about to end.
     Quit,
@@ -21,11 +21,11 @@ pub enum Answer {
 
 /// Reason why a line was not executed.
 enum LineError {
-    /// QMP or the table of options refused it.
+    /// QMP or the table of options refused the line, with this reason.
     Refused(String),
-    /// The usage is wrong: the error message, and the help topic.
+    /// The line has wrong arguments: the error message, and the topic of the help to show.
     Usage(String, String),
-    /// The command does not exist.
+    /// The command does not exist; contains its name.
     Unknown(String),
 }
 
@@ -71,7 +71,7 @@ fn run_words(commands: &dyn Commands, mut words: Words<'_>) -> Result<Answer, Li
                 Answer::Started
             });
         }
-        // By default a failure, such as a wrong URI, would end the process.
+        // By default a failure, such as an invalid URI, would end the process.
         "migrate_incoming" => json!({"uri": arguments.word()?, "exit-on-error": false}),
         "migrate_recover" => json!({"uri": arguments.word()?}),
         "migrate_continue" => {
@@ -80,7 +80,7 @@ fn run_words(commands: &dyn Commands, mut words: Words<'_>) -> Result<Answer, Li
             let refused = commands.execute(command.qmp, &json!({"state": state}));
             return match refused {
                 Ok(_) => Ok(Answer::Text(String::new())),
-                // HMP looks names up before QMP does.
+                // In QEMU, HMP itself refuses the name of an unknown state, with another text than QMP.
                 Err(refusal) if refusal.desc.contains("does not accept value") => {
                     Err(unknown(&state))
                 }
@@ -99,9 +99,9 @@ fn run_words(commands: &dyn Commands, mut words: Words<'_>) -> Result<Answer, Li
     })
 }
 
-/// Arguments of a command.
+/// Arguments of a command, and texts for its errors.
 struct Arguments<'a> {
-    /// The command in error messages, and the help topic.
+    /// Name of the command in error messages; `help` is the topic of the help.
     title: String,
     help: String,
     flags: Vec<char>,
@@ -179,7 +179,7 @@ fn capability(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<
         .filter(|row| row.kind == Kind::Capability);
     let name = match ours {
         Some(row) => row.qmp_name().into_owned(),
-        // Capabilities that only the other side of `commands` has.
+        // The monitor's table does not have the capability, but the process behind `commands` may have it.
         None => {
             let all = commands.execute("query-migrate-capabilities", &Json::Null)?;
             let dashed = name.replace('_', "-");
@@ -203,14 +203,14 @@ fn parameter(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<J
     let (key, value) = match row {
         Some(row) => {
             let text = match row.qmp_type() {
-                // Several strings, separated by spaces.
+                // A list of strings, separated by spaces, up to the end of the line.
                 QmpType::Strings => arguments.words.rest().to_owned(),
                 _ => arguments.word()?,
             };
             let value = row
                 .typed(&text)
                 .map_err(|refusal| LineError::Refused(refusal.to_string()))?;
-            // An older name is sent unchanged: it may set more than one parameter.
+            // An older name of a parameter is sent unchanged: it may set several parameters.
             let older = OLDER_NAMES.iter().find(|older| older.name == dashed);
             let key = older.map_or_else(|| row.qmp_name().into_owned(), |_| dashed);
             (key, value)
@@ -254,7 +254,7 @@ fn info(commands: &dyn Commands, mut words: Words<'_>) -> Result<String, LineErr
     })
 }
 
-/// Handles `help`, `help COMMAND`, `help info WHAT`.
+/// Executes `help`, `help COMMAND` and `help info TOPIC`.
 fn help(mut words: Words<'_>) -> Result<String, LineError> {
     let Some(name) = words.next().map_err(|why| usage(why, "help"))? else {
         return Ok(list(COMMANDS, ""));
@@ -286,7 +286,7 @@ fn list(table: &[HmpCommand], prefix: &str) -> String {
     lines.collect()
 }
 
-/// Formats a line of help for an option: values, unit, and a note if it may change during a migration.
+/// Formats the help line of an option: its values, its unit, and a note if it may change during a migration.
 fn describe(row: &OptionInfo) -> String {
     let unit = if row.is_bandwidth() {
         ", MiB/s without a suffix"

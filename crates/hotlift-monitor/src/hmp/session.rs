@@ -1,4 +1,4 @@
-//! Session of a socket client: reads lines, writes text, one command at a time.
+//! Session of one client on a socket: reads lines, executes one at a time, and writes the output as text.
 
 use std::io;
 use std::thread;
@@ -14,19 +14,19 @@ use super::show;
 /// QEMU's prompt, which scripts wait for.
 pub const PROMPT: &str = "(qemu) ";
 
-/// Longest line, in bytes; QEMU's own limit (`READLINE_CMD_BUF_SIZE`).
+/// Maximum length of a line, in bytes: QEMU's own limit (`READLINE_CMD_BUF_SIZE`).
 pub const MAX_LINE: usize = 4095;
 
-/// Poll interval of a migration that a client waits for.
+/// Interval between polls of a migration for whose end a client waits.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Interval between two progress lines.
+/// Interval between two lines of progress.
 const PROGRESS: Duration = Duration::from_secs(1);
 
 /// Timeout of a write to a client.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Time limit of one wait for a line; a silent client is never disconnected.
+/// Maximum time of one wait for a line, after which the wait is repeated: a silent client is never disconnected.
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// Returns the first line of every session.
@@ -40,7 +40,7 @@ pub fn greeting() -> String {
 /// Serves a client until it disconnects or sends `quit`.
 ///
 /// # Errors
-/// I/O errors of the connection; [`io::ErrorKind::InvalidData`] if it comes from a browser.
+/// I/O errors of the connection; [`io::ErrorKind::InvalidData`] if the client sends HTTP, as a browser does.
 pub fn serve_client(commands: &dyn Commands, socket: Socket) -> io::Result<()> {
     let mut client = Client(Lines::new(socket, MAX_LINE));
     client.write_line(&greeting())?;
@@ -99,11 +99,11 @@ impl Client {
     }
 }
 
-/// Waits for the end of a migration, and returns the final output. Between polls it calls `between_polls`, which blocks for a
-/// while, and whose error ends the wait.
+/// Waits for the end of a migration, and returns the output to show then. Between two polls calls `between_polls`, which must
+/// block for a while. An error of `between_polls` ends the wait.
 ///
 /// # Errors
-/// Errors of `between_polls`; the migration continues.
+/// Errors of `between_polls`. The migration itself continues.
 pub fn wait(
     commands: &dyn Commands,
     between_polls: &mut dyn FnMut(&Json) -> io::Result<()>,

@@ -1,11 +1,11 @@
-//! Output of `info`: QEMU 10.0's lines, in its order, from the JSON of QMP.
+//! Formats the output of `info` from the JSON answers of QMP. The lines and their order are those of QEMU 10.0.
 
 use std::fmt::Write;
 
 use hotlift::options::{OPTIONS, OUR_PREFIX, Values};
 use serde_json::Value as Json;
 
-/// Format of a member.
+/// Format of a value.
 enum MemberFormat {
     Ms,
     Mbps,
@@ -19,13 +19,13 @@ enum MemberFormat {
     List,
 }
 
-/// A line of `info migrate`.
+/// A line in the output of `info migrate`.
 struct Row {
     label: &'static str,
-    /// JSON pointer to the member of `query-migrate`.
+    /// JSON pointer to the value in the answer of `query-migrate`.
     member: &'static str,
     shown: MemberFormat,
-    /// True if the line is shown even for 0.
+    /// True if the line is also shown for the value 0.
     zero: bool,
 }
 
@@ -38,7 +38,7 @@ const fn row(label: &'static str, member: &'static str, shown: MemberFormat, zer
     }
 }
 
-/// Rows in QEMU's order; those of compression as in QEMU up to 9.0.
+/// Lines of `info migrate` in QEMU's order. Those of `compress` are from QEMU up to 9.0.
 const ROWS: &[Row] = &[
     row("total time", "/total-time", MemberFormat::Ms, true),
     row(
@@ -245,8 +245,8 @@ impl Row {
     }
 }
 
-/// Formats `info migrate`. The first line, the capabilities, is from QEMU before 2.12; newer ones print `globals` of machine
-/// types in its place.
+/// Formats `info migrate`. The first line has the capabilities, as in QEMU before 2.12. Later versions print `globals` of
+/// machine types there instead.
 pub fn migration(info: &Json, capabilities: &Json, all: bool) -> String {
     let mut text = String::from("Capabilities:");
     for (name, state) in states(capabilities) {
@@ -283,7 +283,7 @@ pub fn migration(info: &Json, capabilities: &Json, all: bool) -> String {
     text
 }
 
-/// Formats the line of the state, with the reason for a failure; `None` before the first migration.
+/// Formats the line with the state, and with the reason if the migration has failed. Returns `None` before the first migration.
 pub fn status_line(info: &Json) -> Option<String> {
     let status = info["status"].as_str()?;
     Some(match info["error-desc"].as_str() {
@@ -310,7 +310,7 @@ pub fn progress_line(info: &Json) -> String {
     )
 }
 
-/// Formats QAPI's `SocketAddress` as users type it.
+/// Formats a `SocketAddress` of QAPI in the form that users type.
 fn socket_address(address: &Json) -> String {
     let part = |name: &str| address[name].as_str().unwrap_or_default();
     match part("type") {
@@ -321,7 +321,7 @@ fn socket_address(address: &Json) -> String {
     }
 }
 
-/// Iterates over the capabilities with `on` or `off`.
+/// Iterates over the capabilities, each with its value `on` or `off`.
 fn states(capabilities: &Json) -> impl Iterator<Item = (&str, &'static str)> {
     let all = capabilities.as_array().into_iter().flatten();
     all.filter_map(|one| {
@@ -337,7 +337,7 @@ pub fn capabilities(capabilities: &Json) -> String {
         .collect()
 }
 
-/// Formats `info migrate_parameters`: the table's parameters in its order, then all others from QMP.
+/// Formats `info migrate_parameters`: first the parameters of the table in its order, then all others in the QMP answer.
 pub fn parameters(parameters: &Json) -> String {
     let Some(all) = parameters.as_object() else {
         return String::new();
@@ -373,7 +373,7 @@ pub fn parameters(parameters: &Json) -> String {
     text
 }
 
-/// Formats a value without quotes; booleans as `on` and `off`, strings of a list separated by spaces.
+/// Formats a value without quotes. Booleans become `on` or `off`. The strings of a list are separated by spaces.
 fn plain(value: &Json) -> String {
     match value {
         Json::Bool(on) => if *on { "on" } else { "off" }.to_owned(),

@@ -1,20 +1,20 @@
-//! All commands of the monitor. Help, completion and the table in `docs/control.md` are generated from these rows.
+//! All commands of the human monitor. Help, completion and the table in `docs/control.md` are generated from this table.
 
-/// A command, or a topic of `info`.
+/// A command of the human monitor, or a topic of `info`.
 pub struct HmpCommand {
-    /// Names; the first is preferred.
+    /// Names of the command. The first one is shown in the help.
     pub names: &'static [&'static str],
-    /// Arguments, as help shows them.
+    /// Arguments, as text for the help.
     pub arguments: &'static str,
-    /// Letters of the accepted flags.
+    /// Letters of the flags that the command accepts.
     pub flags: &'static str,
     /// Description in one line.
     pub help: &'static str,
-    /// QMP command that executes it.
+    /// Name of the QMP command that executes it.
     pub qmp: &'static str,
 }
 
-/// Every command.
+/// All commands.
 pub static COMMANDS: &[HmpCommand] = &[
     HmpCommand {
         names: &["cont", "c"],
@@ -156,18 +156,18 @@ pub static INFO: &[HmpCommand] = &[
 ];
 
 impl HmpCommand {
-    /// Returns its names as in QEMU's error messages: `cont|c`.
+    /// Returns all names of the command, as in QEMU's error messages: `cont|c`.
     pub fn title(&self) -> String {
         self.names.join("|")
     }
 
-    /// Returns a line of help.
+    /// Returns the help line of the command.
     pub fn usage(&self) -> String {
         format!("{} {} -- {}", self.title(), self.arguments, self.help)
     }
 }
 
-/// Returns the row of a name.
+/// Returns the row with this name in `table`; `None` if there is none.
 pub fn find(table: &'static [HmpCommand], name: &str) -> Option<&'static HmpCommand> {
     table.iter().find(|command| command.names.contains(&name))
 }

@@ -1,5 +1,5 @@
-//! The monitor on standard input and output: a terminal or a script's pipe. It has its own thread, and a failed write ends only
-//! the monitor.
+//! The human monitor on standard input and output: for an operator on a terminal, or for a script through a pipe. It has its
+//! own thread. If a write fails, only the monitor ends, not the process.
 
 use std::io::{self, BufRead, IsTerminal, Read, Write};
 use std::time::Instant;
@@ -25,15 +25,15 @@ use super::show;
 /// Prompt on a terminal.
 const TERMINAL_PROMPT: &str = "(hotlift) ";
 
-/// Byte of Ctrl-C from a terminal that does not turn it into a signal.
+/// Byte that a terminal sends for Ctrl-C if it does not turn Ctrl-C into a signal.
 const CTRL_C: u8 = 3;
 
-/// Settings of a terminal, restored on drop. The thread that edits a line changes them, and may not restore them before the
-/// process ends.
+/// Saved settings of a terminal, which are restored on drop. The thread that edits a line changes the settings, and may not
+/// restore them before the process ends.
 pub struct TerminalSettings(Option<Termios>);
 
 impl TerminalSettings {
-    /// Saves the settings of standard input, if it is a terminal.
+    /// Saves the settings of standard input. Does nothing if standard input is not a terminal.
     pub fn keep() -> Self {
         Self(tcgetattr(stdin()).ok())
     }
@@ -47,9 +47,10 @@ impl Drop for TerminalSettings {
     }
 }
 
-/// Serves standard input and output until `quit`, or the end of a pipe. A terminal has history and completion, and Ctrl-C
-/// cancels a migration that is waited for. The session ends when the terminal is closed, not on Ctrl-D: the guest would
-/// continue without a monitor.
+/// Serves standard input and output until `quit`, or until the end of a pipe.
+///
+/// On a terminal, there are history and completion, and Ctrl-C cancels a migration for whose end the session waits. The session
+/// ends when the terminal is closed. Ctrl-D does not end it, because the guest would continue without a monitor.
 ///
 /// # Errors
 /// I/O errors of the terminal.
@@ -84,7 +85,7 @@ pub fn serve_terminal(commands: &dyn Commands) -> io::Result<()> {
     }
 }
 
-/// Returns true if the terminal was closed. A read cannot distinguish this from Ctrl-D.
+/// Returns true if the terminal was closed. A read cannot distinguish a closed terminal from Ctrl-D.
 fn is_closed() -> io::Result<bool> {
     let mut input = [PollFd::from_borrowed_fd(stdin(), PollFlags::IN)];
     match poll(&mut input, Some(&Timespec::default())) {
@@ -103,11 +104,11 @@ fn other(error: ReadlineError) -> io::Error {
     }
 }
 
-/// Shows a migration's progress on a line that is rewritten, until its end.
+/// Waits for the end of a migration, and shows its progress in a line that is rewritten. Ctrl-C cancels the migration.
 fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
     let settings = TerminalSettings::keep();
     if let Some(before) = &settings.0 {
-        // The terminal must not turn Ctrl-C into a signal: that would end the process.
+        // The terminal must not turn Ctrl-C into a signal, which would end the process.
         let mut keys = before.clone();
         keys.local_modes -= LocalModes::ISIG | LocalModes::ICANON | LocalModes::ECHO;
         tcsetattr(stdin(), OptionalActions::Now, &keys)?;
@@ -117,7 +118,7 @@ fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
         write!(io::stdout(), "{line}")?;
         io::stdout().flush()?;
         if ctrl_c()? {
-            // Fails if the migration has ended in the meantime, which the next poll shows.
+            // Fails if the migration has ended in the meantime. The next poll shows this.
             let _ = commands.execute("migrate_cancel", &Json::Null);
         }
         Ok(())
@@ -126,7 +127,7 @@ fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
     end
 }
 
-/// Waits briefly for a key; returns true if it was Ctrl-C.
+/// Waits for a key for up to [`POLL_INTERVAL`]. Returns true if it was Ctrl-C.
 fn ctrl_c() -> io::Result<bool> {
     if !wait_readable(&[stdin()], Some(Instant::now() + POLL_INTERVAL)) {
         return Ok(false);
@@ -139,7 +140,7 @@ fn ctrl_c() -> io::Result<bool> {
     Ok(keys[..read].contains(&CTRL_C))
 }
 
-/// Serves a script that writes lines and reads answers.
+/// Serves a script that writes lines and reads the output through pipes.
 pub(super) fn serve_pipe(
     commands: &dyn Commands,
     input: &mut dyn BufRead,
@@ -173,7 +174,7 @@ pub(super) fn serve_pipe(
     }
 }
 
-/// Completion of names.
+/// Completes names of commands, topics and options.
 struct Names;
 
 impl Completer for Names {
@@ -186,7 +187,7 @@ impl Completer for Names {
         _: &Context<'_>,
     ) -> rustyline::Result<(usize, Vec<String>)> {
         let (start, mut names) = complete(line.get(..position).unwrap_or(line));
-        // A complete name is followed by the next word; an address continues.
+        // A space follows a complete name, but not an address, which may continue after the colon.
         if let [name] = &mut names[..]
             && !name.ends_with(':')
         {

@@ -13,12 +13,12 @@ use super::terminal::serve_pipe;
 use super::*;
 use fake::Fake;
 
-/// Runs lines, and returns the complete output.
+/// Executes lines, and returns the whole output.
 fn typed(fake: &Fake, lines: &[&str]) -> String {
     lines.iter().map(|line| run_line(fake, line)).collect()
 }
 
-/// Observed answers of QEMU 10.0.2's `human-monitor-command`.
+/// Answers that were observed from `human-monitor-command` of QEMU 10.0.2.
 #[test]
 fn errors_of_a_line_have_qemus_text() {
     for (line, answer) in [
@@ -292,7 +292,7 @@ fn the_commands_of_the_qpl_qatzip_and_dsa_letters_work_unchanged() {
     }
 }
 
-/// Numbers of a run of QEMU 7.2; the layout is from QEMU 10.0.2.
+/// The numbers are from a migration of QEMU 7.2; the layout is from QEMU 10.0.2.
 #[test]
 fn a_migration_is_shown_in_the_lines_of_qemu() {
     let fake = Fake::migrating(&[json!({
@@ -417,7 +417,7 @@ fn names_and_values_are_completed() {
     assert_eq!(complete(""), (0, all));
 }
 
-/// Runs a client on the other end of a socket pair.
+/// Serves the lines of a client over a socket pair, and returns the output.
 fn client(fake: &Fake, lines: &[u8]) -> String {
     use std::io::{Read, Write};
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -480,7 +480,7 @@ fn migrate_without_d_waits_for_the_end_at_a_socket_and_in_a_pipe() {
             "{received}"
         );
     }
-    // human-monitor-command does not wait.
+    // `human-monitor-command` does not wait for the end of the migration.
     let fake = Fake::migrating(&[json!({"status": "active"})]);
     let output = run_line(&fake, "migrate tcp:h:1");
     assert!(output.contains("continuing detached"), "{output}");

@@ -1,4 +1,4 @@
-//! The tables in `docs/control.md` are generated from the tables here and the table of options.
+//! Tests that the tables in `docs/control.md` match the tables of this crate and the table of options.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -7,7 +7,7 @@ use hotlift::options::{Kind, OLDER_NAMES, OPTIONS, QmpType};
 
 use super::super::table::{COMMANDS, HmpCommand, INFO};
 
-/// Escapes bars, which would end the cell.
+/// Escapes vertical bars, which would end a table cell.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|")
 }
@@ -59,7 +59,7 @@ fn options(kinds: &[Kind]) -> String {
     text
 }
 
-/// Returns each table with its marker.
+/// Returns each table with the marker of its position in the document.
 fn tables() -> Vec<(&'static str, String)> {
     let head = "| typed | also | QMP | what it does |\n|---|---|---|---|\n";
     let older: String = OLDER_NAMES

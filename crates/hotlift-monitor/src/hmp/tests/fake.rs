@@ -1,4 +1,4 @@
-//! A fake of [`Commands`] for tests.
+//! A fake implementation of [`Commands`] for tests.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -8,13 +8,13 @@ use hotlift::options::{Kind, OPTIONS};
 use hotlift_qmp::server::{Commands, Refusal};
 use serde_json::{Map, Value as Json, json};
 
-/// Keeps options, records its commands, and answers `query-migrate` as configured.
+/// Stores options, records the executed commands, and answers `query-migrate` as configured.
 #[derive(Default)]
 pub struct Fake {
     pub options: Mutex<Options>,
-    /// All commands except queries.
+    /// All executed commands, except queries.
     pub executed: Mutex<Vec<(String, Json)>>,
-    /// Answers of the next `query-migrate` commands; the last one repeats.
+    /// Answers to the next `query-migrate` commands. The last answer is repeated.
     pub migration: Mutex<VecDeque<Json>>,
 }
 
