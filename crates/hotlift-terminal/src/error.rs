@@ -5,16 +5,16 @@ use std::io;
 use hotlift_mem::FileError;
 pub use hotlift_mem::error_line;
 
-/// Error that more than one command can have.
+/// Error that several commands of `hotlift` share.
 #[derive(Debug, thiserror::Error)]
 pub enum TerminalError {
-    /// An input file or folder, or a result file, failed.
+    /// A file or folder could not be read, or a result file could not be written.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Standard output failed.
+    /// Standard output could not be written.
     #[error("cannot write the result")]
     Output(#[source] io::Error),
-    /// A process or another system resource failed.
+    /// The system refused a process or another resource.
     #[error("cannot run '{what}'")]
     Process {
         /// Name of the resource.
@@ -23,18 +23,18 @@ pub enum TerminalError {
         #[source]
         source: io::Error,
     },
-    /// A signal ended the command.
+    /// The command was ended by a signal.
     #[error("interrupted")]
     Interrupted,
 }
 
 impl TerminalError {
-    /// Returns a function that turns the system's error into an error of the resource `what`.
+    /// Returns a function that converts the system's error to an error about the resource `what`.
     pub fn process(what: &'static str) -> impl Fn(io::Error) -> Self + Copy {
         move |source| Self::Process { what, source }
     }
 
-    /// Returns the error and its causes in one line.
+    /// Formats the error and its causes in one line.
     pub fn line(&self) -> String {
         error_line(self)
     }

@@ -1,9 +1,9 @@
-//! The terminal of the commands of `hotlift`: output, tables, progress and signals.
+//! Terminal output of the commands of `hotlift`: results, tables, progress; also the handling of signals.
 //!
 //! | file | subject |
 //! |---|---|
 //! | `output`, `output_file` | standard output and standard error; files for results |
-//! | `progress`, `table`, `width` | the progress display; tables; fitting text to a terminal |
+//! | `progress`, `table`, `width` | progress display; tables; text that fits the width of a terminal |
 //! | `signals` | Ctrl-C and other signals |
 //! | `error` | errors that several commands share |
 

@@ -1,10 +1,12 @@
-//! Output of a command after its start, on standard output and standard error.
+//! Output of a running command on standard output and standard error, which never blocks the threads that handle a guest.
 //!
-//! The reader can go away (EPIPE, EIO of a closed terminal), stop reading (a full pipe), or run out of room (ENOSPC). None of
-//! this may end, stop or delay the handling of a guest. So each stream has a thread that writes; all other threads only queue
-//! text. A timeout around a write in the caller's thread does not suffice: a QEMU that was started writes to the same pipe, and
-//! can fill it between poll and write. The cost: queued lines are lost if the process is killed, and lines of the two streams
-//! can change order.
+//! The reader of the output can disappear (EPIPE, or EIO of a closed terminal), stop reading (a full pipe), or have no space
+//! (ENOSPC). None of these may end, stop or delay the handling of a guest. So each stream has a thread that writes, and all
+//! other threads only queue text.
+//!
+//! A write with a timeout in the calling thread would not suffice: a QEMU that this command started writes to the same pipe,
+//! and can fill it between poll and write. The disadvantages: queued lines are lost if the process is killed, and lines of the
+//! two streams can change their order.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,25 +21,26 @@ use hotlift_mem::{lock, stdout_was_closed};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
-/// Limit of queued progress in bytes: some screens. More carries no new information.
+/// Maximum size of queued progress, in bytes: a few screens. Older progress is of no use.
 const WAITING_PROGRESS: usize = 16 << 10;
 
-/// Limit of queued messages in bytes: a command prints a few kilobytes, a guest's serial port any number.
+/// Maximum size of queued messages, in bytes. A command prints a few kilobytes; the serial port of a guest has no limit.
 const WAITING_MESSAGES: usize = 1 << 20;
 
-/// Bytes of one write (`PIPE_BUF`): small, so that a slow reader is not taken for one that reads nothing.
+/// Maximum number of bytes in one write (`PIPE_BUF`). It is small, so that a slow reader does not look like one that reads
+/// nothing.
 const CHUNK: usize = 4096;
 
-/// Longest time without a byte taken by the reader, for the result of a command.
+/// Maximum time without progress for the result of a command: the reader reads no byte.
 const RESULT: Duration = Duration::from_secs(10);
 
-/// Timeout of the output at the end of the process.
+/// Maximum time without progress for queued output at the end of the process.
 const FINAL_WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Timeout of the output of a panic: a guest may wait for the thread that panics.
+/// Maximum time without progress for the message of a panic: a guest may wait for the thread that panics.
 const PANIC: Duration = Duration::from_millis(500);
 
-/// Interval of checks that the reader takes bytes.
+/// Interval between checks that the reader still reads.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 static STDOUT: LazyLock<Stream> =
@@ -45,13 +48,13 @@ static STDOUT: LazyLock<Stream> =
 static STDERR: LazyLock<Stream> =
     LazyLock::new(|| Stream::start("stderr", rustix::stdio::stderr()));
 
-/// Prints a line on standard output; it is lost without a reader.
+/// Prints a line on standard output, without waiting. If the reader is gone or does not read, the line is lost.
 #[macro_export]
 macro_rules! print_line {
     ($($text:tt)*) => { $crate::output::out(&format!($($text)*)) };
 }
 
-/// Prints a line on standard error; it is lost without a reader.
+/// Prints a line on standard error, without waiting. If the reader is gone or does not read, the line is lost.
 #[macro_export]
 macro_rules! warn {
     ($($text:tt)*) => { $crate::output::err(&format!($($text)*)) };
@@ -59,7 +62,7 @@ macro_rules! warn {
 
 pub use crate::{print_line, warn};
 
-/// Prints the connections that a migration has refused, if there are any.
+/// Prints a summary of the connections that a migration has refused; nothing if there are none.
 pub fn print_rejected_connections(control: &Control) {
     for (why, count) in control.rejected_connections() {
         let what = if count == 1 {
@@ -71,30 +74,30 @@ pub fn print_rejected_connections(control: &Control) {
     }
 }
 
-/// Prints a line on standard output; it is lost without a reader.
+/// Prints a line on standard output, without waiting. If the reader is gone or does not read, the line is lost.
 pub fn out(line: &str) {
     STDOUT.put(format!("{line}\n"), WAITING_MESSAGES, None);
 }
 
-/// Prints a line on standard error; it is lost without a reader.
+/// Prints a line on standard error, without waiting. If the reader is gone or does not read, the line is lost.
 pub fn err(line: &str) {
     STDERR.put(format!("{line}\n"), WAITING_MESSAGES, None);
 }
 
-/// Prints progress on standard error unchanged; drops it while earlier output is still queued.
+/// Prints progress on standard error unchanged. Drops it if more than `WAITING_PROGRESS` bytes are queued.
 pub fn progress(text: &str) {
     STDERR.put(text.to_owned(), WAITING_PROGRESS, None);
 }
 
-/// Prints progress as a line on standard output; drops it while earlier output is still queued.
+/// Prints progress as a line on standard output. Drops it if more than `WAITING_PROGRESS` bytes are queued.
 pub fn progress_line(line: &str) {
     STDOUT.put(format!("{line}\n"), WAITING_PROGRESS, None);
 }
 
-/// Prints the result of a command, one or more lines on standard output. Returns when it is written.
+/// Prints the result of a command, one or more lines, on standard output. Returns after it was written.
 ///
 /// # Errors
-/// The system's error; [`io::ErrorKind::TimedOut`] if the reader takes nothing for 10 s.
+/// The system's error; [`io::ErrorKind::TimedOut`] if the reader reads nothing for 10 s.
 pub fn result(text: &str) -> io::Result<()> {
     check()?;
     let (done, is_done) = channel();
@@ -116,10 +119,10 @@ pub fn result(text: &str) -> io::Result<()> {
     }
 }
 
-/// Checks that the process was started with a standard output. Rust's runtime replaces a closed one by /dev/null.
+/// Checks that the process was started with an open standard output. Rust's runtime replaces a closed one by /dev/null.
 ///
 /// # Errors
-/// The error of a write to a closed descriptor.
+/// EBADF, as a write to a closed descriptor would return.
 pub fn check() -> io::Result<()> {
     match stdout_was_closed() {
         true => Err(Errno::BADF.into()),
@@ -127,18 +130,18 @@ pub fn check() -> io::Result<()> {
     }
 }
 
-/// Waits until all output is written or the reader stops reading. Must be called before the process ends.
+/// Waits until all output was written, or the reader has read nothing for 2 s. Must be called before the process ends.
 pub fn finish() {
     drain(FINAL_WRITE_TIMEOUT);
 }
 
-/// Prints panics through this module: the default hook blocks on a pipe without a reader.
+/// Prints the messages of panics through this module. The default panic hook would block if the reader of a pipe does not read.
 pub fn take_panics() {
     std::panic::set_hook(Box::new(|panic| {
         let thread = thread::current();
         let name = thread.name().unwrap_or("without name");
         err(&format!("thread '{name}' {panic}"));
-        // The process may end without `finish`.
+        // The process may end without a call of `finish`.
         drain(PANIC);
     }));
 }
@@ -151,7 +154,7 @@ fn drain(timeout: Duration) {
     }
 }
 
-/// One of the two streams, with its writer thread.
+/// Standard output or standard error, with its writer thread.
 struct Stream(Arc<Shared>);
 
 struct Shared {
@@ -161,13 +164,13 @@ struct Shared {
 
 struct Queue {
     texts: VecDeque<Text>,
-    /// Size of `texts`.
+    /// Total size of `texts` in bytes.
     bytes: usize,
-    /// True while the thread holds a text that is not written yet.
+    /// True while the writer thread writes a text that it has removed from the queue.
     is_writing: bool,
-    /// Time when the reader last took bytes, or the queue was empty.
+    /// Time of the last write, or of the last text that was queued into an empty queue.
     moved: Instant,
-    /// True if the writer thread exists.
+    /// True if the writer thread was started.
     is_served: bool,
 }
 
@@ -202,7 +205,8 @@ impl Stream {
         Self(shared)
     }
 
-    /// Queues `text`, unless more than `limit` bytes are queued.
+    /// Queues `text`. Drops it if more than `limit` bytes are queued, or no writer thread exists. `done` receives the result of
+    /// the write.
     fn put(&self, text: String, limit: usize, done: Option<Sender<io::Result<()>>>) {
         let mut queue = self.0.lock();
         if queue.bytes > limit || !queue.is_served {
@@ -223,7 +227,7 @@ impl Stream {
         self.0.lock().is_empty()
     }
 
-    /// Returns true if the reader has taken nothing for `time`.
+    /// Returns true if the reader has read nothing for `time`.
     fn is_stalled(&self, time: Duration) -> bool {
         self.0.lock().moved.elapsed() >= time
     }
@@ -236,7 +240,7 @@ impl Queue {
 }
 
 impl Shared {
-    /// Writes queued texts, forever.
+    /// Writes the queued texts in a loop that never ends.
     fn serve(&self, to: BorrowedFd<'_>) {
         loop {
             let mut queue = self.lock();
@@ -260,13 +264,14 @@ impl Shared {
             queue.moved = Instant::now();
             drop(queue);
             if let Some(done) = text.done {
-                // The waiting caller may have timed out.
+                // The caller may have stopped waiting after its timeout.
                 let _ = done.send(outcome);
             }
         }
     }
 
-    /// Writes `bytes`. Text that cannot be written is lost; later texts are tried again, since a full disk may get room.
+    /// Writes `bytes`. If they cannot be written, they are lost. Later texts are tried again: a full disk may have space by
+    /// then.
     fn write(&self, to: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {
         let mut left = bytes;
         while !left.is_empty() {
@@ -277,7 +282,7 @@ impl Shared {
                     self.lock().moved = Instant::now();
                 }
                 Err(Errno::INTR) => {}
-                // Another process that shares this terminal or pipe has made it non-blocking.
+                // Another process that uses the same terminal or pipe has made it non-blocking.
                 Err(Errno::AGAIN) => {
                     let _ = poll(&mut [PollFd::from_borrowed_fd(to, PollFlags::OUT)], None);
                 }
@@ -294,7 +299,7 @@ mod tests {
     use std::io::Read;
     use std::os::fd::{AsFd, OwnedFd};
 
-    /// Returns a stream into a pipe, and the pipe's read end. The write end is never closed, like a process's.
+    /// Returns a stream that writes into a pipe, and the read end of the pipe. The write end is never closed, as in a process.
     fn piped() -> (Stream, OwnedFd) {
         let (reader, writer) = rustix::pipe::pipe().expect("a pipe");
         let writer: &'static OwnedFd = Box::leak(Box::new(writer));
@@ -308,7 +313,7 @@ mod tests {
             stream.put("progress\n".to_owned(), WAITING_PROGRESS, None);
         }
         assert!(stream.0.lock().bytes <= WAITING_PROGRESS + CHUNK);
-        // Earlier progress must not suppress a message.
+        // Queued progress must not cause a message to be dropped.
         stream.put("message\n".to_owned(), WAITING_MESSAGES, None);
         let mut output = String::new();
         let mut reader = std::fs::File::from(reader);

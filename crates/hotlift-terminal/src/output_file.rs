@@ -1,4 +1,4 @@
-//! Result files, under names from the operator.
+//! Files for results, whose names come from the operator.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -9,7 +9,7 @@ use rustix::fs::OFlags;
 use rustix::io::Errno;
 use rustix::process::geteuid;
 
-/// Writes a file, replacing its content.
+/// Writes `bytes` to the file, and replaces its content.
 ///
 /// # Errors
 /// As [`open`].
@@ -18,12 +18,12 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     open(path, how.write(true).create(true).truncate(true))?.write_all(bytes)
 }
 
-/// Opens a file. Follows a symbolic link if it belongs to this user or root, as `/dev/stdout` does. In a folder that is
-/// writable for all, another user's link could make us overwrite our own file. (With `fs.protected_symlinks`, the kernel also
-/// refuses this.)
+/// Opens a file. A symbolic link is followed only if it belongs to this user or to root, as `/dev/stdout` does. In a folder to
+/// which all users can write, another user's link could make this process overwrite one of its own files. (With
+/// `fs.protected_symlinks` the kernel also refuses this.)
 ///
 /// # Errors
-/// The system's error, or a refused link.
+/// The system's error, or an error that the link was refused.
 pub fn open(path: &Path, how: &mut OpenOptions) -> io::Result<File> {
     let flags = |flags: OFlags| flags.bits().cast_signed();
     match how.custom_flags(flags(OFlags::NOFOLLOW)).open(path) {

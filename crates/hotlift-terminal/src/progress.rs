@@ -1,4 +1,4 @@
-//! The progress display: one rewritten line on a terminal, or a line per second elsewhere.
+//! Progress display: one line that is rewritten on a terminal, or one line per second in a log.
 
 use std::cell::Cell;
 use std::io::IsTerminal;
@@ -12,12 +12,13 @@ use hotlift::progress::{Progress, Stall};
 use crate::output::{self, warn};
 use crate::width;
 
-/// Snapshot as text, most important part first: a terminal cuts the line at its width.
+/// Progress of a migration as text. The most important part comes first, because a terminal cuts the line at its width.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Line {
-    /// The line.
+    /// The line, without a line end.
     pub text: String,
-    /// Remark that the operator must see in full: a terminal shows it once, on a line of its own.
+    /// Remark that the operator must see completely; `None` if there is none. On a terminal it is shown once, in a line of its
+    /// own.
     pub remark: Option<String>,
 }
 
@@ -27,7 +28,7 @@ impl From<String> for Line {
     }
 }
 
-/// The full line, for a log.
+/// Formats the line together with the remark, for a log.
 impl std::fmt::Display for Line {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.text)?;
@@ -38,31 +39,31 @@ impl std::fmt::Display for Line {
     }
 }
 
-/// Returns `line` so that it replaces the one before, on the terminal of standard error.
+/// Returns text that replaces the previous line on the terminal of standard error by `line`.
 pub fn rewritten(line: &str) -> String {
-    /// Width of a terminal that reports none.
+    /// Assumed number of columns if the terminal reports none.
     const COLUMNS: usize = 80;
     let columns = width::columns(rustix::stdio::stderr()).unwrap_or(COLUMNS);
-    // Some terminals wrap when the last column is written.
+    // Some terminals move to the next line when the last column is written.
     format!("{CLEAR}{}", width::cut(line, columns.saturating_sub(1)))
 }
 
-/// Clears the line of a display that was ended in the middle.
+/// Clears the progress line of a display that was not ended.
 pub fn clear() {
     if std::io::stderr().is_terminal() {
         output::progress(CLEAR);
-        // The next output may go to the other stream of the same terminal.
+        // Waits for the output, because the next output may go to the other stream of the same terminal.
         output::finish();
     }
 }
 
-/// Clears the line.
+/// Control characters that clear the line.
 const CLEAR: &str = "\r\x1b[K";
 
-/// Interval of lines in a log.
+/// Interval between progress lines in a log.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Progress display of a migration on standard error, with warnings about unused accelerators.
+/// Progress display of a migration on standard error. Also warns about unused accelerators.
 pub struct Display {
     label: String,
     control: Control,
@@ -73,7 +74,7 @@ pub struct Display {
 struct State {
     terminal: bool,
     last: Option<(Instant, u64)>,
-    /// True if the current remark has been shown.
+    /// True if the current remark was already shown.
     is_remarked: bool,
     shown: Cell<bool>,
     warned: Cell<bool>,
@@ -81,7 +82,8 @@ struct State {
 }
 
 impl Display {
-    /// Creates the display of the migration of `control`; its lines begin with `label`. A quiet one shows only warnings.
+    /// Creates the display for the migration of `control`. Its lines begin with `label`. If `quiet` is true, only warnings are
+    /// shown.
     pub fn new(label: &str, quiet: bool, control: &Control) -> Self {
         Self {
             label: label.to_owned(),
@@ -98,7 +100,7 @@ impl Display {
         }
     }
 
-    /// Shows one snapshot.
+    /// Shows the latest progress.
     pub fn show(&self, progress: &Progress) {
         self.show_line(progress.round, || {
             let mut line = line(&self.label, progress, self.control.stall());
@@ -107,7 +109,8 @@ impl Display {
         });
     }
 
-    /// Shows one snapshot of a migration in round `round`, if the interval has passed.
+    /// Shows the latest progress of a migration in round `round`. In a log a new line is shown each second and in each new
+    /// round.
     pub fn show_line(&self, round: u64, line: impl FnOnce() -> Line) {
         let Ok(mut state) = self.state.lock() else {
             return;
@@ -137,7 +140,7 @@ impl Display {
         output::progress(&rewritten(&line.text));
     }
 
-    /// Ends the line that was rewritten.
+    /// Ends the display, and clears the progress line.
     pub fn finish(&self) {
         if let Ok(state) = self.state.lock() {
             state.clear_line();
@@ -145,7 +148,7 @@ impl Display {
         }
     }
 
-    /// Warns once that the CPU does work meant for an accelerator: for the method, and for zero pages.
+    /// Warns once if the CPU does work that an accelerator should do: once for the method, and once for zero page detection.
     fn warn(&self, state: &State) {
         let of = [
             ("", self.control.jobs(), &state.warned),
@@ -175,7 +178,7 @@ impl State {
     }
 }
 
-/// Returns the warning about jobs that fell back to the CPU, if there are any.
+/// Returns a warning about jobs that the CPU processed instead of an accelerator; `None` if there are none.
 pub fn fallback_warning(jobs: &JobFigures) -> Option<String> {
     let why = jobs.fallback.as_ref()?;
     Some(if jobs.hardware > 0 {
@@ -192,7 +195,7 @@ fn line(label: &str, progress: &Progress, stall: Option<Stall>) -> Line {
             format!("{:.1} s", left.as_secs_f64())
         });
     let remark = progress.stall_reason();
-    // The share and reason of each method must fit 80 columns.
+    // The share and the reason of each method must fit into 80 columns.
     let (of, ends, methods) = match &progress.methods {
         Some(methods) => (String::new(), "left", format!("; {methods}; ")),
         None => {
@@ -219,7 +222,7 @@ fn line(label: &str, progress: &Progress, stall: Option<Stall>) -> Line {
     }
 }
 
-/// Returns the suffix for the state of a migration that does not converge.
+/// Returns the text that is appended to the state of a migration that does not converge; empty if it converges.
 pub fn stalled(is_stalled: bool) -> &'static str {
     match is_stalled {
         true => ", not converging",
@@ -227,7 +230,7 @@ pub fn stalled(is_stalled: bool) -> &'static str {
     }
 }
 
-/// Returns the guest's throttling by auto-converge as the end of a line; empty if there is none.
+/// Returns the text about throttling by auto-converge, for the end of a line; empty if the guest is not throttled.
 pub fn throttled(percent: u64) -> String {
     match percent {
         0 => String::new(),
@@ -235,7 +238,7 @@ pub fn throttled(percent: u64) -> String {
     }
 }
 
-/// Returns the jobs of an accelerator as the end of a line; empty if there are none.
+/// Returns the text about jobs of an accelerator, for the end of a line; empty if there are none.
 pub fn jobs(jobs: &JobFigures) -> String {
     if jobs.hardware == 0 {
         return String::new();
@@ -246,7 +249,7 @@ pub fn jobs(jobs: &JobFigures) -> String {
     )
 }
 
-/// A rate as a whole number; a rate is never negative, and far below 2^63.
+/// Rounds a rate to a whole number. A rate is never negative, and far below 2^63.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -256,7 +259,7 @@ pub fn rounded(rate: f64) -> u64 {
     rate.clamp(0.0, 1e18) as u64
 }
 
-/// Returns `count` bytes with a binary unit.
+/// Formats a number of bytes with a binary unit, such as MiB.
 pub fn bytes(count: u64) -> String {
     let units = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
     for (unit, shift) in units {
@@ -319,7 +322,7 @@ mod tests {
         ] {
             assert!(stalled.to_string().contains(words), "{stalled}");
         }
-        // The narrowest terminal shows the important parts.
+        // Even a narrow terminal shows the important parts.
         let narrow = width::cut(&stalled.text, 79);
         for words in ["not converging", "round 7", "512.0 MiB of 1.0 GiB to go"] {
             assert!(narrow.contains(words), "{narrow}");

@@ -1,4 +1,4 @@
-//! SIGINT, SIGTERM and SIGHUP as a flag, and as an event that ends waits, so that every exit path cleans up.
+//! SIGINT, SIGTERM and SIGHUP set a flag, and end waits by an event. So the command ends by its normal path and cleans up.
 
 use std::fs::Permissions;
 use std::io::{self, PipeReader, PipeWriter};
@@ -21,15 +21,15 @@ use crate::error::TerminalError;
 use crate::output::{self, warn};
 use hotlift_mem::{lock, wait_readable};
 
-/// Folders that [`end`] removes. On other exit paths, the drop of [`OwnFolder`] removes them.
+/// Folders that [`end`] must remove. If the process ends in another way, the drop of [`OwnFolder`] removes them.
 static FOLDERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// Folder that is removed when dropped, and by a signal that ends the process at once.
+/// Folder of this process. It is removed on drop, and by a second signal, which ends the process at once.
 #[derive(Debug)]
 pub struct OwnFolder(TempDir);
 
 impl OwnFolder {
-    /// Creates a folder for sockets that only this user can enter.
+    /// Creates a folder for sockets. Only this user can enter it.
     pub fn private() -> Result<Self, TerminalError> {
         let mut builder = tempfile::Builder::new();
         builder
@@ -50,13 +50,13 @@ impl OwnFolder {
 
 impl Drop for OwnFolder {
     fn drop(&mut self) {
-        // Removed from the list before the folder is: after that, any user can create this name.
+        // The folder leaves the list before it is removed: after the removal, any user can create a folder with this name.
         let mut folders = lock(&FOLDERS);
         folders.retain(|folder| folder != self.0.path());
     }
 }
 
-/// Returns the error for a folder for sockets that cannot be created.
+/// Returns the error that a folder for sockets cannot be created.
 pub fn no_folder(source: io::Error) -> TerminalError {
     TerminalError::Process {
         what: "a folder for sockets",
@@ -64,14 +64,14 @@ pub fn no_folder(source: io::Error) -> TerminalError {
     }
 }
 
-/// Exit code and message with which a second signal ends the process; `None` for the default.
+/// Exit code and message for the end of the process by a second signal; `None` for exit code 130 without a message.
 static SECOND_SIGNAL: Mutex<Option<(u8, String)>> = Mutex::new(None);
 
-/// Ends the process at once.
+/// Ends the process at once, after removing its folders.
 fn end() -> ! {
     let folders = lock(&FOLDERS);
     for folder in folders.iter() {
-        // Another thread may already remove it.
+        // Another thread may remove the same folder at this time.
         let _ = std::fs::remove_dir_all(folder);
     }
     drop(folders);
@@ -84,32 +84,32 @@ fn end() -> ! {
     signal_hook::low_level::exit(code.into())
 }
 
-/// Makes a write beyond the file size limit (`ulimit -f`) fail with EFBIG. SIGXFSZ would end the process without a report and
-/// without cleanup.
+/// Makes a write beyond the file size limit (`ulimit -f`) fail with EFBIG. Otherwise SIGXFSZ would end the process without a
+/// message and without cleanup.
 ///
 /// # Errors
-/// The signal cannot be caught.
+/// If the signal cannot be caught.
 pub fn survive_file_size_limit() -> Result<(), TerminalError> {
-    // The flag is not read: the failed write reports it.
+    // The flag is not used: the failed write itself reports the error.
     let caught = signal_hook::flag::register(SIGXFSZ, Arc::default());
     caught
         .map(|_| ())
         .map_err(TerminalError::process("signal handlers"))
 }
 
-/// Flag that the first signal sets. A second SIGINT or SIGTERM ends the process at once: the operator insists. A SIGHUP never
-/// ends it at once, and a SIGINT after a SIGHUP is not the second: a closing terminal sends SIGHUP more than once.
+/// Flag that the first signal sets. A second SIGINT or SIGTERM ends the process at once. SIGHUP is not counted, because a
+/// closing terminal sends it more than once: it never ends the process at once, and the first SIGINT after it does not either.
 #[derive(Clone)]
 pub struct Interrupt(Arc<Flags>);
 
 struct Flags {
     raised: AtomicBool,
-    /// Set by SIGINT or SIGTERM.
+    /// True after SIGINT or SIGTERM.
     ordered: AtomicBool,
-    /// Held by a wait between its check and its sleep.
+    /// Locked by a wait from its check of the flags until it sleeps, so that no change is missed.
     waits: Mutex<()>,
     changed: Condvar,
-    /// Readable while `raised` is set.
+    /// Readable while `raised` is true.
     wake_fd: OwnedFd,
 }
 
@@ -135,7 +135,7 @@ impl Flags {
         self.changed.notify_all();
     }
 
-    /// Waits until a signal arrives or `time` has passed, and returns the cause; `None` once `over` is set.
+    /// Waits until a signal arrives or `time` has passed, and returns the cause. Returns `None` if `over` is set first.
     fn wait(&self, time: Duration, over: &AtomicBool) -> Option<Cause> {
         let is_set = |flag: &AtomicBool| flag.load(Ordering::Acquire);
         let waits = |(): &mut ()| !is_set(&self.raised) && !is_set(over);
@@ -150,7 +150,7 @@ impl Flags {
     }
 }
 
-/// Cause for which work ends early.
+/// Reason for which work should end early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cause {
     /// A signal arrived.
@@ -159,7 +159,7 @@ pub enum Cause {
     Deadline,
 }
 
-/// Ends a watch when dropped.
+/// Ends a watch when dropped: sets the flag, and wakes the watching thread.
 struct Ends<'a>(&'a AtomicBool, &'a Flags);
 
 impl Drop for Ends<'_> {
@@ -169,7 +169,7 @@ impl Drop for Ends<'_> {
 }
 
 impl Interrupt {
-    /// Starts to catch the signals. If the process was started with SIGHUP ignored (`nohup`), SIGHUP stays ignored.
+    /// Starts to catch the signals. SIGHUP stays ignored if the process was started so (`nohup`).
     pub fn catch() -> Result<Self, TerminalError> {
         let failed = TerminalError::process("signal handlers");
         let this = Self(Arc::new(Flags::new().map_err(failed)?));
@@ -192,40 +192,40 @@ impl Interrupt {
         Ok(this)
     }
 
-    /// Returns true after a signal.
+    /// Returns true after a signal, until [`Self::forget`].
     pub fn is_raised(&self) -> bool {
         self.0.raised.load(Ordering::Acquire)
     }
 
-    /// Returns a descriptor for poll that is readable after a signal.
+    /// Returns a descriptor that becomes readable when a signal arrives.
     pub fn wake_fd(&self) -> BorrowedFd<'_> {
         self.0.wake_fd.as_fd()
     }
 
-    /// Returns true after a SIGINT or SIGTERM: the process must end, even if data is lost.
+    /// Returns true after SIGINT or SIGTERM, until [`Self::forget`]: the process must end, even if data is lost.
     pub fn is_ordered(&self) -> bool {
         self.0.ordered.load(Ordering::Relaxed)
     }
 
-    /// Clears the signal, which has been handled.
+    /// Resets the flag after a signal was handled.
     pub fn forget(&self) {
         let _ = rustix::io::read(&self.0.wake_fd, &mut [0; 8]);
         self.0.raised.store(false, Ordering::Release);
         self.0.ordered.store(false, Ordering::Relaxed);
     }
 
-    /// Sets the message on standard error and the exit code with which a second signal ends the process: now the process leaves
-    /// something behind. `None` restores the default.
+    /// Sets the message on standard error, and the exit code, for the end of the process by a second signal. Used while the
+    /// process would leave something that needs the operator. `None` restores the default.
     pub fn set_second_signal(&self, final_message: Option<(u8, String)>) {
         *lock(&SECOND_SIGNAL) = final_message;
     }
 
-    /// Acts as if a signal had arrived.
+    /// Has the same effect as a signal.
     pub fn raise(&self) {
         self.0.raise();
     }
 
-    /// Runs `work`; calls `act` once if a signal arrives or `limit` passes before it returns.
+    /// Runs `work`. Calls `act` once if a signal arrives, or `limit` passes, before `work` returns.
     pub fn watching<T>(
         &self,
         limit: Option<Duration>,
@@ -239,32 +239,32 @@ impl Interrupt {
                     act(cause);
                 }
             });
-            // Ends the watch after a panic in `work`, too; otherwise it waits for a signal.
+            // Also ends the watch if `work` panics; otherwise the watching thread would wait for a signal.
             let _ends = Ends(&done, &self.0);
             work()
         })
     }
 
-    /// Runs `work`, and cancels `control` if a signal arrives before it returns.
+    /// Runs `work`. Cancels `control` if a signal arrives before `work` returns.
     pub fn cancelling<T>(&self, control: &Control, work: impl FnOnce() -> T) -> T {
         self.watching(None, |_| control.cancel(), work)
     }
 
-    /// Waits for a signal, for one of `others` to be readable or closed, or for `deadline`; returns true after a signal.
+    /// Waits for a signal, until one of `others` is readable or closed, or until `deadline`. Returns true after a signal.
     pub fn wait(&self, others: &[BorrowedFd<'_>], deadline: Option<Instant>) -> bool {
         wait_readable(&[&[self.wake_fd()], others].concat(), deadline)
     }
 
-    /// Sleeps for `time` (without one, forever) or until a signal; returns true after a signal.
+    /// Sleeps for `time` (`None`: without a limit), or until a signal. Returns true after a signal.
     pub fn sleep(&self, time: Option<Duration>) -> bool {
         self.wait(&[], time.map(|time| Instant::now() + time))
     }
 }
 
-/// Runs `work` in a new thread, and `watch` in this one, with a descriptor that is readable once `work` has ended.
+/// Runs `work` in a new thread, and `watch` in this one. `watch` receives a descriptor that is readable after `work` has ended.
 ///
 /// # Errors
-/// The system cannot create a pipe.
+/// If the system cannot create a pipe.
 pub fn run_alongside<R: Send, T>(
     work: impl FnOnce() -> R + Send,
     watch: impl FnOnce(BorrowedFd<'_>) -> T,
@@ -281,11 +281,11 @@ pub fn run_alongside<R: Send, T>(
     }))
 }
 
-/// Creates a pipe whose reader is readable for poll once the writer is dropped. A thread that owns the writer thus signals its
-/// end.
+/// Creates a pipe whose read end becomes readable when the write end is dropped. So a thread that owns the write end signals
+/// its own end.
 ///
 /// # Errors
-/// The system cannot create a pipe.
+/// If the system cannot create a pipe.
 pub fn end_of_thread() -> Result<(PipeReader, PipeWriter), TerminalError> {
     io::pipe().map_err(TerminalError::process("a pipe"))
 }

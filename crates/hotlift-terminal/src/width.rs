@@ -1,4 +1,4 @@
-//! Output that fits the width of a terminal: cut lines, and tables that drop columns.
+//! Fits output to the width of a terminal: cuts lines, and leaves out columns of tables.
 
 use std::os::fd::AsFd;
 
@@ -8,8 +8,8 @@ use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 use crate::table::new_table;
 
-/// Heads of the columns that a table drops on a narrow terminal, in this order. All others stay: the run, its duration, the
-/// guest's downtime, the check.
+/// Headers of the columns that a table leaves out on a narrow terminal, in this order. All others are always shown: the run,
+/// its duration, the guest's downtime, the check.
 pub const DISPENSABLE: &[&str] = &[
     "RAM kB",
     "preempted",
@@ -29,32 +29,33 @@ pub const DISPENSABLE: &[&str] = &[
     "Mbit/s",
 ];
 
-/// Returns the columns of a terminal; `None` without a terminal or if it reports none.
+/// Returns the number of columns of a terminal; `None` if `of` is not a terminal, or the terminal reports none.
 pub fn columns(of: impl AsFd) -> Option<usize> {
     let size = tcgetwinsize(of).ok()?;
     (size.ws_col > 0).then_some(size.ws_col.into())
 }
 
-/// Columns of output that is stored or piped, unless the environment variable COLUMNS has another number: the default of a
-/// terminal, and the width of a mail or ticket.
+/// Number of columns for output to a file or pipe, unless the environment variable COLUMNS has another one. 80 is the default
+/// of terminals, and fits an email or a ticket.
 const KEPT: usize = 80;
 
-/// Returns the columns of standard output: its terminal's, or the environment variable COLUMNS; `None` if neither is known.
+/// Returns the number of columns of standard output: that of the terminal, or of the environment variable COLUMNS. `None` if
+/// neither is known.
 pub fn of_output() -> Option<usize> {
     columns(rustix::stdio::stdout()).or_else(|| named(std::env::var("COLUMNS").ok()?.as_str()))
 }
 
-/// Returns the number in COLUMNS, if it is valid.
+/// Parses the value of COLUMNS; `None` if it is not a positive number.
 fn named(value: &str) -> Option<usize> {
     value.trim().parse().ok().filter(|columns| *columns > 0)
 }
 
-/// Returns the columns for text that can be broken between words.
+/// Returns the number of columns for text that is broken between words.
 fn broken_at() -> usize {
     of_output().unwrap_or(KEPT)
 }
 
-/// Returns `text`, cut to `columns` with a mark at its end if it is longer.
+/// Cuts `text` to `columns`. If it is longer, it ends with an ellipsis.
 pub fn cut(text: &str, columns: usize) -> String {
     if text.width() <= columns {
         return text.to_owned();
@@ -73,12 +74,12 @@ pub fn cut(text: &str, columns: usize) -> String {
     cut
 }
 
-/// Returns `text` broken between words into lines that fit standard output.
+/// Breaks `text` between words into lines that fit standard output.
 pub fn folded(text: &str) -> String {
     folded_to(broken_at(), text)
 }
 
-/// Returns `text` broken between words into lines of at most `columns`. Continuation lines keep the indent of their line.
+/// Breaks `text` between words into lines of at most `columns`. Continuation lines keep the indentation of their line.
 fn folded_to(columns: usize, text: &str) -> String {
     let mut lines = Vec::new();
     for whole in text.lines() {
@@ -104,10 +105,11 @@ fn folded_to(columns: usize, text: &str) -> String {
     lines.join("\n")
 }
 
-/// Minimum columns for the row names of a table; names continue on further lines where the terminal is too narrow.
+/// Minimum number of columns for the row names of a table. If the terminal is too narrow, names continue on further lines.
 const NAMES: u16 = 10;
 
-/// Returns a table for standard output: the columns that fit, or all of them in a file or pipe without COLUMNS.
+/// Returns a table for standard output. Columns that do not fit are left out; a file or pipe without COLUMNS gets all. `finish`
+/// formats the table.
 pub fn fitted(header: &[&str], rows: &[Vec<String>], finish: impl Fn(&mut Table)) -> String {
     fitted_to(of_output(), header, rows, finish)
 }
@@ -147,7 +149,7 @@ fn fitted_to(
     }
 }
 
-/// Lets the names in the first column continue on further lines.
+/// Breaks the names in the first column into several lines, to make the table fit into `columns`.
 fn wrap_names(table: &mut Table, columns: usize) {
     table
         .set_content_arrangement(ContentArrangement::Dynamic)
@@ -160,7 +162,7 @@ fn wrap_names(table: &mut Table, columns: usize) {
     }
 }
 
-/// Lets the words in column `words` continue on further lines where standard output is too narrow.
+/// Breaks the text in column `words`, counted from 0, into several lines if standard output is too narrow.
 pub fn wrap(table: &mut Table, words: usize) {
     wrap_all(table);
     let others = table.column_iter_mut().enumerate();
@@ -169,17 +171,17 @@ pub fn wrap(table: &mut Table, words: usize) {
     }
 }
 
-/// Lets the words of every column continue on further lines where standard output is too narrow.
+/// Breaks the text in every column into several lines if standard output is too narrow.
 pub fn wrap_all(table: &mut Table) {
     table
         .set_content_arrangement(ContentArrangement::Dynamic)
         .set_width(broken_at().try_into().unwrap_or(u16::MAX));
 }
 
-/// Returns the number of columns with figures that fit standard output beside one with names; all in a file or pipe without
-/// COLUMNS.
+/// Returns the number of columns of numbers that fit standard output beside a column of names; at least 1. `names` and
+/// `figures` are widths of columns. A file or pipe without COLUMNS gets all `number` columns.
 pub fn side_by_side(names: usize, figures: usize, number: usize) -> usize {
-    // A rule, and a blank on each side.
+    // Width of a separator with a blank on both sides.
     const BESIDE: usize = 3;
     match of_output() {
         None => number.max(1),
@@ -214,7 +216,7 @@ mod tests {
         assert_eq!(cut("zstd: 5 s", 8), "zstd: 5…");
         assert_eq!(cut("zstd: 5 s", 1), "…");
         assert_eq!(cut("zstd: 5 s", 0), "");
-        // Two columns each.
+        // Each of these characters has a width of two columns.
         assert_eq!(cut("漢字漢字", 8), "漢字漢字");
         assert_eq!(cut("漢字漢字", 6), "漢字…");
         for columns in 0..40 {
