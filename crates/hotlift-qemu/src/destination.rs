@@ -68,7 +68,7 @@ pub struct Destination {
     before: Mutex<PreviousState>,
     /// True if the guest had run in this QEMU before this process connected.
     had_guest: bool,
-    /// The final statement of QEMU; `None` until it is known.
+    /// The final statement of QEMU; `None` while QEMU has reported none.
     settled: Mutex<Option<Statement>>,
 }
 
@@ -81,7 +81,7 @@ pub enum Statement {
         state: RunState,
     },
     /// QEMU has the guest and does not run it, though the guest ran at the source. QEMU is not ended: another process started
-    /// it, or the state may be intended. The operator decides.
+    /// it, or the state may be intended. The operator must decide what to do.
     Stopped {
         /// The guest's states at the source and in this QEMU, in one line.
         reason: String,
@@ -162,7 +162,7 @@ impl Destination {
     }
 
     /// Connects to a QEMU whose lazy restore from the file `file` was interrupted (state `postcopy-paused`). Makes QEMU listen
-    /// on a new socket for the missing pages. QEMU's settings are restored after it has received all pages.
+    /// on a new socket for the missing pages. QEMU's settings are restored after QEMU has received all pages.
     ///
     /// # Errors
     /// If QEMU does not answer, does not wait for pages, or waits for pages of another file.
@@ -267,7 +267,7 @@ impl Destination {
         lock(&self.qemu)
     }
 
-    /// Returns the custody: the right to end QEMU. It must be released before QEMU may run its guest.
+    /// Returns the custody (the right to end QEMU), which must be released before QEMU may run its guest.
     pub fn custody(&self) -> &Custody {
         &self.custody
     }
@@ -282,8 +282,8 @@ impl Destination {
         self.folder.path().join("incoming")
     }
 
-    /// Reads QEMU's VM, to compare it with the guest's VM. `other` is the guest's VM if it is known: slow values are copied
-    /// from it.
+    /// Reads QEMU's VM, to compare it with the guest's VM. `other` is the guest's VM, if known: values that are slow to read
+    /// are copied from `other`.
     ///
     /// # Errors
     /// If QEMU does not answer.
@@ -319,8 +319,8 @@ impl Destination {
         listening.map_err(at_destination)
     }
 
-    /// Sets the guest's state at the start of its migration. A later state in the stream replaces it. Without a call the guest
-    /// counts as running.
+    /// Sets the guest's state at the start of its migration. If the stream contains a later state, the later state counts.
+    /// Without a call the guest counts as running.
     pub fn expect(&self, was: RunState) {
         *self.before() = PreviousState {
             state: was,
@@ -332,8 +332,8 @@ impl Destination {
         lock(&self.before)
     }
 
-    /// Queries once if QEMU has the guest. `was` is the guest's state at the switchover; `None` if unknown. If the guest ran at
-    /// the source and QEMU does not run it, ends QEMU, but only if this process has started QEMU.
+    /// Queries once if QEMU has the guest. `was` is the guest's state at the switchover; `None` if unknown. If this process has
+    /// started QEMU, and QEMU does not run a guest that ran at the source, this function ends QEMU.
     pub fn has_taken(&self, was: Option<&str>) -> QemuGuestState {
         if let Some(was) = was {
             *self.before() = PreviousState {
@@ -414,7 +414,7 @@ impl Destination {
         }
     }
 
-    /// Waits up to `time` until QEMU reports that it runs the guest. For a QEMU that has loaded the guest's devices, and
+    /// Waits up to `time` until QEMU reports that it runs the guest. Used for a QEMU that has loaded the guest's devices, and
     /// receives the pages later.
     pub fn wait_for_start(&self, time: Duration) -> Statement {
         let deadline = Instant::now() + time;
@@ -598,7 +598,7 @@ impl Destination {
         }
     }
 
-    /// Returns QEMU's current statement on the guest: the final one if it is known, otherwise by one query.
+    /// Returns the final statement of QEMU on the guest if there is one; otherwise queries QEMU once.
     fn ask(&self) -> Statement {
         if let Some(settled) = &*self.settled() {
             return settled.clone();
@@ -669,7 +669,7 @@ impl Destination {
     }
 
     /// Returns true if another process started this QEMU, and its events report that the migration failed before the guest ran.
-    /// Returns false for a QEMU of this process: it ends after such a failure, with its errors on stderr.
+    /// Returns false for a QEMU of this process, which ends after such a failure, with its errors on stderr.
     fn is_refused(&self) -> bool {
         let mut qemu = self.qemu();
         let events = qemu.client().guest_events();

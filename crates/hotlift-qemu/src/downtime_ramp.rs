@@ -36,8 +36,9 @@ const EXTRA_BEFORE_THROTTLING: Duration = Duration::from_millis(500);
 /// Time after a raise in which a raised limit must have had an effect. QEMU recomputes its threshold every 100 ms.
 const EFFECT: Duration = Duration::from_millis(200);
 
-/// Shortest round for which the remaining bytes are compared, too. They are read some milliseconds after a round begins, too
-/// late for short rounds. Durations are not enough: with auto-converge QEMU ends each long round after 5 s.
+/// Shortest round for which the remaining bytes are compared, too. QEMU is queried only some milliseconds after a round begins,
+/// too late for short rounds. The durations of long rounds show nothing: with auto-converge QEMU ends each long round after 5
+/// s.
 const COMPARED: Duration = Duration::from_millis(200);
 
 /// Ratio of dirtied bytes to sent bytes above which QEMU throttles the guest.
@@ -101,7 +102,7 @@ pub struct DowntimeRamp {
     step: usize,
     throttle: Option<ThrottleTrigger>,
     reason: Reason,
-    /// Number of rounds at the last poll that found a new one, and the time of that poll.
+    /// Number of rounds at the last poll that found a new round, and the time of that poll.
     seen: Option<(u64, Instant)>,
     /// Duration of the latest round.
     round: Duration,
@@ -116,7 +117,7 @@ pub struct DowntimeRamp {
     raised_at: Option<Instant>,
 }
 
-/// Returns the limits up to the operator's limit `most`, ascending, in milliseconds. Each is half of the next one.
+/// Returns the limits up to the operator's limit `most`, ascending, in milliseconds. Each limit is half of the next limit.
 fn steps(most: u64) -> Vec<u64> {
     let halves = (0..=DOUBLINGS).rev().map(|shift| (most >> shift).max(1));
     let mut steps: Vec<_> = halves.collect();

@@ -129,7 +129,7 @@ pub enum QemuError {
         what: &'static str,
         /// Name of the capability or parameter in QEMU.
         name: String,
-        /// Its current value.
+        /// Current value of the capability or parameter.
         value: String,
         /// Reason for the refusal.
         reason: &'static str,
@@ -198,7 +198,7 @@ pub enum QemuError {
         /// Address of the source's QMP socket.
         qmp: String,
     },
-    /// Both QEMUs run the guest, because another client continued it at the source.
+    /// Both QEMUs run the guest, because another QMP client continued the guest at the source.
     #[error(
         "the guest runs at the destination and also in this QEMU, because another client continued it here"
     )]
@@ -219,7 +219,7 @@ pub enum QemuError {
 }
 
 impl QemuError {
-    /// Returns the next step for the operator; `None` if the error message itself names it.
+    /// Returns the next step for the operator; `None` if the error message itself names the next step.
     pub fn advice(&self) -> Option<&'static str> {
         match self {
             Self::Qmp {

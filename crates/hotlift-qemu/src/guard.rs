@@ -1,6 +1,6 @@
-//! The guard ends a QEMU that waits for a guest if the command that started this QEMU is killed. It also removes the command's
-//! folder. The guard is a separate process, to survive a SIGKILL of the command. (`PR_SET_PDEATHSIG` is not used: when the
-//! command exits, it would also end a QEMU that has its guest.)
+//! The guard ends a QEMU that waits for a guest if the command that started this QEMU is killed. The guard also removes the
+//! command's folder. The guard is a separate process, to survive a SIGKILL of the command. (`PR_SET_PDEATHSIG` is not used:
+//! when the command exits, it would also end a QEMU that has its guest.)
 
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
@@ -75,7 +75,7 @@ pub fn run(qmp: &QmpAddress, folder: &Path) {
         // An error means that QEMU has ended, or that another client controls it.
         let _ = end(qmp);
     }
-    // After a dismissal the command keeps running. Its end closes the pipe.
+    // After a dismissal the command keeps running. The pipe is closed when the command ends.
     let _ = io::copy(&mut io::stdin(), &mut io::sink());
     // Usually the command itself has already removed the folder.
     let _ = std::fs::remove_dir_all(folder);

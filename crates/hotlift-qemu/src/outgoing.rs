@@ -307,7 +307,7 @@ impl OutgoingMigration<'_> {
         display.finish();
     }
 
-    /// Passes QEMU's figures to `ramp`, and sets the limit that it returns. `applied` is the limit set in QEMU; `None` if
+    /// Passes QEMU's figures to `ramp`, and sets the limit that `ramp` returns. `applied` is the limit set in QEMU; `None` if
     /// another client has set one.
     fn ramp(
         &self,
@@ -328,7 +328,7 @@ impl OutgoingMigration<'_> {
         };
         ramp.poll(now, figures);
         let limit = Some(ramp.limit());
-        // An error is temporary, or the migration ends with it. The next call tries again.
+        // Either the error is temporary, or the migration ends. The next call tries again.
         match self
             .source
             .set_downtime_limit(limit.filter(|_| *applied != limit))

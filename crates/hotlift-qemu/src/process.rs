@@ -26,12 +26,12 @@ use crate::guard::Guard;
 use crate::stderr::{ErrorOutput, Streams};
 use hotlift_mem::{end_of_process, lock, wait_readable};
 
-/// Timeout for the end of a killed QEMU: the kernel delays it while QEMU waits for hanging storage. It must be below the
-/// default of `settle-timeout`, within which the other side waits for the result.
+/// Timeout for the end of a killed QEMU: the kernel delays it while QEMU waits for hanging storage. This timeout must be below
+/// the default of `settle-timeout`, for which the source waits for the result.
 pub(crate) const END: Duration = Duration::from_secs(20);
 
 /// A QEMU process. Dropping this value kills QEMU. If this process is killed, the guard process ends QEMU. After
-/// [`Custody::release`] QEMU may have its guest, and neither ends it.
+/// [`Custody::release`] QEMU may have its guest: then neither the drop nor the guard ends QEMU.
 #[derive(Debug)]
 pub struct Started {
     child: Child,
@@ -121,7 +121,7 @@ impl Started {
         QmpAddress::Unix(self.socket.clone())
     }
 
-    /// Returns the custody: the right to end QEMU. It must be released before QEMU may run its guest.
+    /// Returns the custody (the right to end QEMU), which must be released before QEMU may run its guest.
     pub fn custody(&self) -> Custody {
         self.custody.clone()
     }
@@ -216,7 +216,7 @@ impl Drop for Started {
 
 /// Returns a path for the QMP socket of a QEMU that may run longer than this command. QEMU removes its socket when it ends, but
 /// not the folder of the socket. So a folder is used only if the umask would let other users connect. All QEMUs of this user
-/// share that folder. It is never removed, because another command may be about to use it.
+/// share that folder. The folder is never removed, because another command may be about to use it.
 fn place() -> Result<PathBuf, QemuError> {
     let name = format!("hotlift-{:016x}.qmp", fastrand::u64(..));
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();

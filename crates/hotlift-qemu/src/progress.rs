@@ -188,8 +188,8 @@ struct Rates {
 impl Rates {
     fn of(ram: &MigrationStats) -> Self {
         let bytes = |pages: u64| to_f64(pages.saturating_mul(ram.page_size.max(1)));
-        // The remaining bytes include zero pages, which need almost no data, so the rate of pages is used. Without that rate
-        // QEMU's rate of bytes is the only one.
+        // The remaining bytes include zero pages, which need almost no data, so the rate of pages is used. A QEMU that reports
+        // no rate of pages reports only a rate of bytes.
         let sent = match ram.pages_per_second {
             0 => ram.mbps * 1e6 / 8.0,
             pages => bytes(pages),

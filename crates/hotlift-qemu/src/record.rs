@@ -1,7 +1,7 @@
 //! The record of the settings that a command has changed in QEMU, stored inside that QEMU.
 //!
-//! The record is an object in QEMU (QOM) that contains only text. It exists as long as the changed settings do. Every later
-//! command finds it, on any host and for any user.
+//! The record is an object in QEMU (QOM) that contains only text. The record exists as long as the changed settings do. Every
+//! later command finds the record, on any host and for any user.
 
 use std::fs;
 use std::path::Path;
@@ -72,8 +72,8 @@ fn start_of(pid: u32) -> Option<u64> {
     start_in(&stat)
 }
 
-/// Parses the start time in the text of `/proc/PID/stat` (proc(5)). It is field 22. Field 2 may contain spaces. Returns `None`
-/// if field 3, the state, is that of an ended process.
+/// Parses the start time in the text of `/proc/PID/stat` (proc(5)). The start time is field 22. Field 2 may contain spaces.
+/// Returns `None` if field 3, the state, is that of an ended process.
 fn start_in(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_whitespace();

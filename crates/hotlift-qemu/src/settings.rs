@@ -121,8 +121,8 @@ impl Changed {
         Ok(Record::of(qemu)?.map(Self))
     }
 
-    /// Changes the settings whose values differ. If QEMU refuses one, restores the others. `limits` are the values of
-    /// `downtime-limit` that [`Changed::set_limit`] may set.
+    /// Changes the settings whose values differ. If QEMU refuses a change, restores the previous values. `limits` are the
+    /// values of `downtime-limit` that [`Changed::set_limit`] may set.
     ///
     /// # Errors
     /// QMP errors.

@@ -206,7 +206,7 @@ impl Source {
     }
 
     /// Sets the downtime limit in milliseconds; with `None` only checks it. Returns false if another client has changed the
-    /// limit: then it keeps that client's value.
+    /// limit: then the client's value stays.
     ///
     /// # Errors
     /// QMP errors.
@@ -306,8 +306,8 @@ impl Source {
     }
 
     /// Ends a failed migration, whose relay has ended with `error`. If the guest ran before, makes sure that it runs at the
-    /// source again. But if QEMU has released the guest and the guest `may_run_there`, this function first calls
-    /// `at_destination`, which queries the destination.
+    /// source again. If QEMU has released the guest, and `may_run_there` is true, the guest may run at the destination. Then
+    /// this function first calls `at_destination`, which queries the destination.
     pub fn settle(
         &self,
         error: &MigrationError,

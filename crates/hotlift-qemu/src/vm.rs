@@ -18,7 +18,7 @@ pub const FILE_MAX: usize = 32 << 10;
 pub struct Vm {
     /// Machine type.
     pub machine: Option<String>,
-    /// UUID; all zero if it has none.
+    /// UUID; all zero if the VM has none.
     pub uuid: Uuid,
     /// Bytes of RAM at start, without plugged-in memory.
     pub ram_bytes: Option<u64>,
