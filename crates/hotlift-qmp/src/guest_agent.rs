@@ -73,8 +73,8 @@ pub enum GuestAgentError {
     },
 }
 
-/// Sets the guest's clock through the guest agent at the UNIX socket `path` (`guest-set-time`). `clock` returns the time since
-/// 1970; it is called after the agent's first answer. `timeout` limits all steps together.
+/// Sets the guest's clock through the guest agent at the UNIX socket `path` (`guest-set-time`). `clock`, which is called after
+/// the agent's first answer, returns the time since 1970. `timeout` limits all steps together.
 ///
 /// # Errors
 /// [`GuestAgentError`]. The clock is unchanged, with one exception: the agent received the last command, and its answer was

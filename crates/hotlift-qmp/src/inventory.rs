@@ -10,8 +10,8 @@ use crate::objects::{PERIPHERALS, Plugged};
 use crate::qemu::{Qemu, optional_answer};
 use crate::qtree::{self, MachineDevice};
 
-/// Boolean CPU properties that are not compared as flags. They are no flags, or they differ between releases of QEMU for the
-/// same CPU of a machine type (found with 7.2, 10.0 and 11.1).
+/// Boolean CPU properties that are not compared as flags. These properties are no flags, or differ between releases of QEMU for
+/// the same CPU of a machine type (found with 7.2, 10.0 and 11.1).
 const NOT_FLAGS: [&str; 10] = [
     "check",
     "enforce",
@@ -25,8 +25,8 @@ const NOT_FLAGS: [&str; 10] = [
     "start-powered-off",
 ];
 
-/// Flags that are in no CPUID register of `feature-words`. Those that [`is_beside_cpuid`] recognises by name are not repeated
-/// here. Found with QEMU 7.2 and 10.0; newer versions list the values of all flags at once.
+/// Flags that are in no CPUID register of `feature-words`. The flags that [`is_beside_cpuid`] recognises by name are not
+/// repeated here. Found with QEMU 7.2 and 10.0; newer versions list the values of all flags at once.
 const BESIDE_CPUID: [&str; 22] = [
     "cpuid-0xb",
     "fb-clear",
@@ -133,8 +133,8 @@ fn is_flag(name: &str) -> bool {
     !name.contains('_') && !name.starts_with("x-") && !NOT_FLAGS.contains(&name)
 }
 
-/// Returns true if a flag is in no CPUID register of `feature-words`. These are the flags of nested virtualisation, of Hyper-V,
-/// and of IA32_ARCH_CAPABILITIES.
+/// Returns true if a flag is in no CPUID register of `feature-words`: a flag of nested virtualisation, of Hyper-V, or of
+/// IA32_ARCH_CAPABILITIES.
 fn is_beside_cpuid(name: &str) -> bool {
     name.starts_with("vmx-")
         || name.starts_with("hv-")

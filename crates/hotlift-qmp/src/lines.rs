@@ -176,7 +176,7 @@ impl<C: Connection> Lines<C> {
         (self.connection, self.buffer)
     }
 
-    /// Returns the bytes received after the last returned line. They may contain further complete lines.
+    /// Returns the bytes received after the last returned line. These bytes may contain further complete lines.
     #[must_use]
     pub fn begun(&self) -> &[u8] {
         &self.buffer

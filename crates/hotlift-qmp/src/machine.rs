@@ -88,7 +88,7 @@ pub enum RunState {
     GuestPanicked,
     /// The guest sleeps until it is woken up.
     Suspended,
-    /// Another state, with QEMU's name of it.
+    /// Another state; contains QEMU's name of the state.
     Other(String),
 }
 

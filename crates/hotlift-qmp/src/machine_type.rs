@@ -3,8 +3,8 @@
 /// Version of the last machine types that synchronise the multifd channels after each section of RAM (`hw_compat_8_0`).
 pub const LAST_FLUSHED_BY_SECTION: (u32, u32) = (8, 0);
 
-/// Returns the version at the end of a machine type's name: (7, 2) for `pc-i440fx-7.2`; `None` if the name does not end with
-/// one.
+/// Returns the version at the end of a machine type's name: (7, 2) for `pc-i440fx-7.2`; `None` if the name does not end with a
+/// version.
 #[must_use]
 pub fn machine_version(name: &str) -> Option<(u32, u32)> {
     let (_, version) = name.rsplit_once('-')?;

@@ -14,9 +14,9 @@ objects! {
             "status" status: String = Type::Enum("MigrationStatus"),
             /// RAM statistics; absent during set-up and after a failure.
             "ram" ram: MigrationStats,
-            /// XBZRLE statistics, if it is enabled.
+            /// Statistics of XBZRLE; absent if XBZRLE is off.
             "xbzrle-cache" xbzrle_cache: XbzrleCacheStats,
-            /// Statistics of `compress`, if it is enabled.
+            /// Statistics of `compress`; absent if `compress` is off.
             "compression" compression: CompressionStats,
             /// Time since the start of the migration, in milliseconds.
             #[serde(deserialize_with = "not_negative")]
@@ -48,7 +48,7 @@ objects! {
             "postcopy-non-vcpu-latency" postcopy_non_vcpu_latency: u64,
             /// Reason for the failure, in QEMU's text.
             "error-desc" error_desc: String,
-            /// Reasons why QEMU cannot migrate this machine; absent if it can.
+            /// Reasons why QEMU cannot migrate this machine; absent if there are none.
             "blocked-reasons" blocked_reasons: Vec<String>,
             /// Addresses at which a destination listens for the source.
             "socket-address" socket_address: Vec<SocketAddress>,

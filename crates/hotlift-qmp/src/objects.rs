@@ -89,8 +89,8 @@ impl Qemu {
         Ok(properties.map(|all| all.map(|it| (it.name, it.value)).collect()))
     }
 
-    /// Creates an object that stores `text`. It is readable as the property `data` of `/objects/ID`. Returns false if this QEMU
-    /// cannot create objects.
+    /// Creates an object with id `id` that stores `text`. The text is readable as the property `data` of `/objects/ID`. Returns
+    /// false if this QEMU cannot create objects.
     ///
     /// # Errors
     /// As [`crate::Client::execute`]; [`QmpError::Command`] also if an object with this id exists.

@@ -100,7 +100,7 @@ impl Qemu {
     /// Returns the property `multifd-flush-after-each-section` of the running machine's type (`query-machines`, QEMU 9.1 and
     /// newer).
     ///
-    /// - Before QEMU 8.1 the behaviour is always on: true.
+    /// - `Some(true)` before QEMU 8.1, which always flushes after each section.
     /// - `None` if this QEMU does not report it.
     /// - A value from `-global` is not visible.
     ///
@@ -130,8 +130,8 @@ impl Qemu {
         if let Some(version) = running.as_deref().and_then(upstream_version) {
             return Ok(Some(version <= LAST_FLUSHED_BY_SECTION));
         }
-        // The query takes 60 ms and returns 500 KB in QEMU 10.0. It is skipped if the name of the machine type determines the
-        // answer.
+        // The query takes 60 ms and returns 500 KB in QEMU 10.0. The query is skipped if the name of the machine type
+        // determines the answer.
         let arguments = json!({ "compat-props": true });
         let machines = optional_answer(self.ask::<Vec<Machine>>("query-machines", &arguments))?;
         let (Some(machines), Some(running)) = (machines, running) else {
@@ -143,7 +143,7 @@ impl Qemu {
                 property.qom_type == "migration"
                     && property.property == "multifd-flush-after-each-section"
             };
-            // If a property has several values, QEMU uses the last one.
+            // If a property has several values, QEMU uses the last value.
             let value = machine.compat_props.iter().rfind(is_it);
             value.is_some_and(|property| ["on", "true", "yes"].contains(&property.value.as_str()))
         }))
