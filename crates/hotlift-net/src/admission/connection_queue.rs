@@ -109,7 +109,7 @@ impl QueueListener {
         Ok((Self { queue, is_local }, sender))
     }
 
-    /// Returns true if all connections come from this host: no lost TCP segment can delay them.
+    /// Returns true if all connections come from this host: no lost TCP segment can delay a connection.
     pub(super) fn is_local(&self) -> bool {
         self.is_local
     }

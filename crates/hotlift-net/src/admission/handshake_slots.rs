@@ -4,13 +4,13 @@ use std::time::{Duration, Instant};
 
 use super::limits::HANDSHAKES;
 
-/// Age from which a handshake may be interrupted for a new connection when all slots are taken. It suffices for two round trips
-/// on any network and the computation. Without interruption, [`HANDSHAKES`] silent connections would block all others for ten
-/// seconds.
+/// Age from which a handshake may be interrupted for a new connection when all slots are taken. This time suffices for two
+/// round trips on any network, and for the computation. Without interruption, [`HANDSHAKES`] silent connections would block all
+/// others for ten seconds.
 const PROTECTED_TIME: Duration = Duration::from_secs(1);
 
-/// The same age for a host with more than half of the slots. It may be short: a Hotlift opens its connections one after
-/// another, and needs one slot.
+/// Age from which a handshake may be interrupted if its host has more than half of the slots. This time may be short: a Hotlift
+/// opens its connections one after another, and needs one slot.
 const PROTECTED_TIME_CROWDED: Duration = Duration::from_millis(100);
 
 /// Handshakes in progress, each with a handle of type `T` that interrupts it.

@@ -41,10 +41,10 @@ pub const fn channels(max_wait: Duration) -> Limits {
     Limits { most, max_wait }
 }
 
-/// Maximum time for a peer to confirm that it has received an outcome.
+/// Maximum time until a peer confirms that the outcome of a migration has arrived.
 const CONFIRMATION: Duration = Duration::from_secs(5);
 
-/// Limits of connections that received an outcome and have not confirmed it.
+/// Limits of connections that received the outcome of a migration, until the peer confirms this.
 pub const CONFIRMATIONS: Limits = Limits {
     most: 64,
     max_wait: CONFIRMATION,
@@ -69,11 +69,11 @@ pub const REDIRECTED: Limits = Limits {
     max_wait: SILENCE,
 };
 
-/// Maximum number of connections that wait in a queue for a migration. It allows the maximum number of channels, a main
-/// channel, and some connections of the next migration.
+/// Maximum number of connections that wait in a queue for a migration. The number suffices for the maximum number of channels,
+/// a main channel, and some connections of the next migration.
 pub(super) const QUEUED: usize = 320;
 
-/// Limits of connections that may be a preempt channel, during the whole migration. A QEMU opens only one.
+/// Limits of connections that may be a preempt channel, during the whole migration. A QEMU opens only one such connection.
 pub const CANDIDATES: Limits = Limits {
     most: 64,
     max_wait: Duration::MAX,
@@ -88,15 +88,15 @@ pub const VISITORS: Limits = Limits {
     max_wait: OPENING,
 };
 
-/// Maximum number of concurrent connections that read files: 32 clients with 8 connections each. It limits the buffers to 1
-/// GiB.
+/// Maximum number of concurrent connections that read files: 32 clients with 8 connections each. This also limits the buffers
+/// to 1 GiB.
 pub const READERS: usize = 256;
 
 /// Maximum number of connections that read files for one client. A restore opens one for each of its threads, at most five. A
 /// new connection does not replace one that is reading.
 pub const READERS_OF_ONE: usize = 8;
 
-/// Time without a request after which a connection may be closed for a new one. Its client reconnects when it needs to.
+/// Time without a request after which a connection may be closed for a new one. The client reconnects before its next request.
 pub const READER_IDLE: Duration = Duration::from_secs(10);
 
 /// Maximum time of a connection that reads metrics, from connect to the last byte. The next client waits during this time.

@@ -53,8 +53,8 @@ impl Address {
 }
 
 impl Listener {
-    /// Creates a listener without a socket. It accepts the connections that the returned sender sends after their TLS
-    /// handshakes. `is_local` is true if all connections come from this host.
+    /// Creates a listener without a socket, and a sender. The listener accepts the connections that the sender queues after
+    /// their TLS handshakes. `is_local` is true if all connections come from this host.
     ///
     /// # Errors
     /// If the system has no file descriptor left.

@@ -44,7 +44,7 @@ impl<S: AsFd> PendingConnections<S> {
         })
     }
 
-    /// Adds `connection`, which was accepted at `since`. If too many are pending, returns the oldest one, which is replaced.
+    /// Adds `connection`, which was accepted at `since`. If too many connections are pending, removes and returns the oldest.
     ///
     /// # Errors
     /// If the system cannot watch more descriptors. `connection` is closed in this case.

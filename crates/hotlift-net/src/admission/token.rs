@@ -6,7 +6,7 @@ use super::admitted::Admitted;
 use super::connection_class::ConnectionClass;
 use crate::transport::Stream;
 
-/// Token for the connections of one migration. Its peer presents it at the start of each connection.
+/// Token for the connections of one migration. The peer presents the token at the start of each connection.
 #[derive(Debug, Clone)]
 pub struct ConnectionToken {
     token: [u8; 16],
@@ -25,8 +25,8 @@ impl ConnectionToken {
     }
 
     /// Returns the token to present on `stream`. If the conversation and `stream` use TLS, the token proves that both have the
-    /// same two ends. It is valid only on `stream`, so a stolen token is useless. Without TLS it is the conversation's token
-    /// itself.
+    /// same two ends. This token is valid only on `stream`, so a stolen token is useless. Without TLS the function returns the
+    /// conversation's token itself.
     #[must_use]
     pub fn token_on(&self, stream: &Stream) -> [u8; 16] {
         let proof = self

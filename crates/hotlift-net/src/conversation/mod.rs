@@ -1,8 +1,8 @@
 //! A conversation of two hosts over a TCP connection, with or without TLS. Each message is one line of JSON.
 //!
-//! The first message is the hello. It contains the version of all messages, the role that the other side must have, and the
-//! request ([`OpeningRequest`]). Unknown members are ignored. A hello with another version or role is refused with an error
-//! that names it.
+//! The first message is the hello. The hello contains the version of all messages, the role that the peer must have, and
+//! the request ([`OpeningRequest`]). Unknown members are ignored. A hello with another version or role is refused with an error
+//! that names the version or role.
 
 pub mod callers;
 
@@ -27,7 +27,7 @@ pub const VERSION: u32 = 6;
 /// Maximum length of a message, in bytes. The longest message is a result with the CPU times of 255 channels.
 const MAX_MESSAGE: usize = 256 << 10;
 
-/// Maximum time for the other side to read a message.
+/// Maximum time for the peer to read a message.
 const WRITE: Duration = Duration::from_secs(10);
 
 /// Error that ends a conversation.
@@ -36,24 +36,24 @@ pub enum ConversationError {
     /// The connection failed.
     #[error("the connection broke")]
     Io(#[from] std::io::Error),
-    /// The other side closed the connection.
+    /// The peer closed the connection.
     #[error("the other side closed the connection")]
     Closed,
-    /// The other side requires TLS: it sent a TLS alert.
+    /// The peer requires TLS: it sent a TLS alert.
     #[error("the other side accepts only TLS: give '--tls DIR'")]
     SpeaksTls,
-    /// The other side uses TLS: it began a handshake.
+    /// The peer uses TLS: it began a handshake.
     #[error(
         "the other side uses TLS, but this side does not: give '--tls DIR' here, or '--insecure' there"
     )]
     BeginsTls,
-    /// The other side sent a line that is too long.
+    /// The peer sent a line that is too long.
     #[error("a message of more than {MAX_MESSAGE} bytes")]
     TooLong,
-    /// The other side did not read a message in time.
+    /// The peer did not read a message in time.
     #[error("the other side did not take a message within {WRITE:?}")]
     NotTaken,
-    /// The other side sent an invalid message.
+    /// The peer sent an invalid message.
     #[error("unknown message ({problem}): '{start}'")]
     Garbage {
         /// Error of the parser.
@@ -61,22 +61,22 @@ pub enum ConversationError {
         /// First bytes of the message.
         start: String,
     },
-    /// The other side has another version of the protocol.
+    /// The peer has another version of the protocol.
     #[error(
         "the other side has version {theirs} of the control protocol, this side has {ours}: use the same hotlift on both hosts"
     )]
     Version {
-        /// Version of the other side.
+        /// Version of the peer.
         theirs: u64,
         /// Version of this side.
         ours: u32,
     },
-    /// The other side expects another role than this side has.
+    /// The peer expects another role than this side has.
     #[error(
         "the other side expects '{theirs}' here, but this is '{ours}': check the address and port"
     )]
     Role {
-        /// Role that the other side expects.
+        /// Role that the peer expects.
         theirs: String,
         /// Role of this side.
         ours: &'static str,
@@ -125,7 +125,7 @@ impl Connection for SharedStream {
 #[derive(Debug)]
 pub struct Conversation(Lines<SharedStream>);
 
-/// Second handle of a conversation. It sends messages while another thread waits for one.
+/// Second handle of a conversation, to send messages while another thread waits for a message.
 #[derive(Debug)]
 pub struct ConversationSender(Lines<SharedStream>);
 

@@ -236,7 +236,7 @@ fn is_link_local(host: &str) -> bool {
         .is_ok_and(|address| address.is_unicast_link_local())
 }
 
-/// Returns true if `host` is a loopback address or its name.
+/// Returns true if `host` is a loopback address, or a name such as "localhost".
 fn is_this_host(host: &str) -> bool {
     match host.parse::<IpAddr>() {
         Ok(address) => address.to_canonical().is_loopback(),
@@ -285,7 +285,7 @@ impl<'a> Stop<'a> {
         }
     }
 
-    /// Waits up to `wait` until `stream` can be read without blocking. Returns false if it cannot.
+    /// Waits up to `wait` until `stream` can be read without blocking. Returns false if a read may still block.
     ///
     /// # Errors
     /// The system's error; `Interrupted` if the condition is true.
@@ -323,7 +323,8 @@ pub struct Stream {
     tls: Option<Box<Secured>>,
 }
 
-/// The host at the other end of a connection, identified by its certificate. All hosts without a certificate count as one.
+/// The host at the other end of a connection, identified by its certificate. All hosts without a certificate count as the same
+/// host.
 #[derive(Debug, Clone)]
 pub struct Host(Option<Identity>);
 
@@ -380,7 +381,7 @@ impl Stream {
         Ok(stream.into())
     }
 
-    /// Does the client's TLS handshake, before any data is sent. `host` is the name of the other side.
+    /// Does the client's TLS handshake, before any data is sent. `host` is the name of the peer.
     ///
     /// # Errors
     /// [`TlsError`] with the side at fault and the problem.
@@ -420,13 +421,13 @@ impl Stream {
         self.tls.is_none()
     }
 
-    /// Returns the identity in the other side's certificate; `None` without a certificate.
+    /// Returns the identity in the peer's certificate; `None` without a certificate.
     #[must_use]
     pub fn peer(&self) -> Option<&Identity> {
         self.tls.as_ref()?.peer.as_ref()
     }
 
-    /// Returns true if the other side is a QEMU with TLS.
+    /// Returns true if the peer is a QEMU with TLS.
     pub fn is_of_a_qemu(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.is_of_a_qemu())
     }
@@ -631,7 +632,7 @@ impl Stream {
         !sock::unacknowledged(self.as_fd()).is_ok_and(|bytes| bytes > 0)
     }
 
-    /// Returns true if the peer has closed the connection. Data that it sent before may still be unread.
+    /// Returns true if the peer has closed the connection. Data that the peer sent before may still be unread.
     pub fn is_hung_up(&self) -> bool {
         matches!(
             wait_for(self.as_fd(), PollFlags::RDHUP, Duration::ZERO),

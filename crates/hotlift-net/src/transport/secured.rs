@@ -20,10 +20,10 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 pub(super) struct Secured {
     reader: Mutex<Reading>,
     writer: Mutex<RecordSealer>,
-    /// True if a missing `close_notify` is not an error. A QEMU sends none, and its migration stream itself shows if data is
-    /// missing.
+    /// True if a missing `close_notify` is not an error. A QEMU sends no `close_notify`, and its migration stream itself shows
+    /// if data is missing.
     may_lack_close: bool,
-    /// Verified identity in the other side's certificate; `None` for a QEMU that was not asked for a certificate.
+    /// Verified identity in the peer's certificate; `None` for a QEMU that was not asked for a certificate.
     pub peer: Option<Identity>,
     pub exporter: Exporter,
 }
@@ -32,7 +32,7 @@ pub(super) struct Secured {
 #[derive(Debug)]
 struct Reading {
     records: RecordOpener,
-    /// Error that [`Secured::answers_at_once`] found. The next read returns it.
+    /// Error that [`Secured::answers_at_once`] found, and that the next read returns.
     error: Option<RecordError>,
 }
 
@@ -214,7 +214,7 @@ impl Plaintext for PacketPlaintext<'_, '_> {
     }
 }
 
-/// A socket with direct system calls. Those of libc are cancellation points, which took 5 % of the CPU time of a channel's
+/// A socket with direct system calls. The calls of libc are cancellation points, which took 5 % of the CPU time of a channel's
 /// receiver.
 struct Direct<'a> {
     socket: BorrowedFd<'a>,

@@ -158,7 +158,7 @@ fn begin(address: &SocketAddr) -> io::Result<OwnedFd> {
     }
 }
 
-/// Waits until at least one attempt has ended. Returns for each attempt if it has ended.
+/// Waits until at least one attempt has ended. Returns one value for each attempt: true if the attempt has ended.
 fn wait_for_any(attempts: &[Attempt], time: Duration, stop: Stop<'_>) -> io::Result<Vec<bool>> {
     let polled = attempts.iter();
     let polled = polled.map(|attempt| PollFd::new(&attempt.socket, PollFlags::OUT));

@@ -97,11 +97,11 @@ fn try_connect(path: &Path) -> Result<UnixStream, Errno> {
     Ok(socket.into())
 }
 
-/// Listens on a new socket. Its file has the permissions `mode`; with `None`, those of the umask.
+/// Listens on a new socket, whose file has the permissions `mode`; with `None`, those of the umask.
 pub(crate) fn listen(path: &Path, mode: Option<Mode>) -> io::Result<UnixSocketFile> {
     let listener = match bind(path, mode) {
-        // A killed process leaves its socket file. If nothing accepts connections on it, the file is replaced. A socket in use,
-        // or a file of another type, must not be removed.
+        // A killed process leaves its socket file. If no process accepts connections there, the file is replaced. A socket in
+        // use, or a file of another type, must not be removed.
         Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_stale_socket(path) => {
             std::fs::remove_file(path)?;
             bind(path, mode)?
