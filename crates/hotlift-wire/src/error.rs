@@ -186,8 +186,8 @@ pub enum WireError {
         /// Length of the block in bytes.
         block_length: u64,
     },
-    /// Bitmap and pages of a RAM block in a `mapped-ram` file are at invalid positions. They must follow the block's header in
-    /// this order, must be aligned, and must end inside the file.
+    /// Bitmap and pages of a RAM block in a `mapped-ram` file are at invalid positions. Bitmap and pages must follow the
+    /// block's header in this order, must be aligned, and must end inside the file.
     #[error(
         "RAM block {block:?} of length {length:#x} has its bitmap at {bitmap_offset:#x} and its pages \
          at {pages_offset:#x} of a file of {file_len:#x} bytes"
@@ -217,7 +217,7 @@ pub enum WireError {
 }
 
 impl WireError {
-    /// Fails if the received CRC-32 `expected` differs from the computed `got`. `what` names the bytes that it covers.
+    /// Fails if the received CRC-32 `expected` differs from the computed `got`. `what` names the bytes that the CRC-32 covers.
     pub(crate) fn check_crc(what: &'static str, expected: u32, got: u32) -> Result<(), Self> {
         if expected == got {
             return Ok(());

@@ -46,7 +46,7 @@ bitflags! {
         /// Between relays: a PING with a CRC-32 follows the package of a postcopy. The package is forwarded only if the CRC-32
         /// is correct.
         const PACKAGE_CHECKED = 1 << 4;
-        /// Between relays: a PING with the value [`CONNECTED`] follows the RAM block list. It is answered once the
+        /// Between relays: a PING with the value [`CONNECTED`] follows the RAM block list. This PING is answered after the
         /// destination's QEMU has answered on its return path.
         const CONFIRMED = 1 << 5;
         /// Between relays: the source accepts the guest's state at the destination (`settle::GuestActivity`). The state is sent

@@ -36,7 +36,7 @@ pub const SETUP_COMMANDS: usize = 64;
 /// Maximum length of a message on the return path, in bytes. QEMU reads it into a buffer of 512 (`migration.c`).
 pub const RETURN_PATH_PAYLOAD: usize = 512;
 
-/// Maximum length of the text of an `ERROR_TEXT` message, in bytes. It must fit into [`RETURN_PATH_PAYLOAD`].
+/// Maximum length of the text of an `ERROR_TEXT` message, in bytes. The message must fit into [`RETURN_PATH_PAYLOAD`].
 pub const ERROR_TEXT: usize = 500;
 
 /// Maximum number of pages in one multifd packet. QEMU's packets have 128 pages of 4 KiB (`MULTIFD_PACKET_SIZE`). Packets

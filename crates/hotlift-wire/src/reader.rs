@@ -78,7 +78,7 @@ impl<'a> Reader<'a> {
         self.array(what).map(|&bytes| u64::from_be_bytes(bytes))
     }
 
-    /// Reads a big-endian 32-bit length or count. Fails if it exceeds `limit`.
+    /// Reads a big-endian 32-bit length or count. Fails if the number exceeds `limit`.
     pub fn length(&mut self, limit: usize, what: &'static str) -> Result<usize, WireError> {
         let got = self.be32(what)?;
         usize::try_from(got)

@@ -1,8 +1,8 @@
 //! The return path: messages from the destination to the source, on the main channel's socket.
 //!
 //! A message consists of be16 type, be16 length and payload. Types 1 to 7 are QEMU's (`MIG_RP_MSG_*`). Types 0x4801 to 0x4804
-//! are Hotlift's. They are sent only to a Hotlift, or to make a peer's migration fail: an unknown type ends the migration of a
-//! QEMU.
+//! are Hotlift's. Hotlift's types are sent only to a Hotlift, or to make a peer's migration fail: an unknown type ends the
+//! migration of a QEMU.
 
 use crate::handshake::{Accepted, Features, VERSION};
 use crate::multifd::Method;
@@ -105,8 +105,8 @@ pub struct MethodLoad {
 }
 
 impl<'a> ReturnMessage<'a> {
-    /// Returns RAM block, offset and length of a page request; `None` for other messages. The block is `None` if it is that of
-    /// the previous request.
+    /// Returns RAM block, offset and length of a page request; `None` for other messages. The block is `None` if the request is
+    /// for the same block as the previous request.
     #[must_use]
     pub fn requested_pages(&self) -> Option<(Option<&'a str>, u64, u32)> {
         match *self {

@@ -5,9 +5,9 @@
 //! subsection: 0x05  counted name  be32 version  fields
 //! ```
 //!
-//! The configuration has neither a length nor a footer. It ends before the first byte that is not the start of a subsection
-//! (0x05). Machine types up to 2.3 send no configuration, and no footers after sections (QEMU's properties `send-configuration`
-//! and `send-section-footer`).
+//! The configuration has no length and no footer. The configuration ends before the first byte that is not the start of a
+//! subsection (0x05). Machine types up to 2.3 send no configuration, and no footers after sections (QEMU's properties
+//! `send-configuration` and `send-section-footer`).
 
 use super::section::{CONFIGURATION, SUBSECTION};
 use crate::reader::{as_u64, put_counted_string};

@@ -155,15 +155,15 @@ impl MainDecoder {
         }
     }
 
-    /// Accepts commands of postcopy, which are otherwise refused. Their order is not checked here.
+    /// Accepts commands of postcopy, which are otherwise refused. The order of these commands is not checked here.
     #[must_use]
     pub fn taking_postcopy(mut self) -> Self {
         self.takes_postcopy = true;
         self
     }
 
-    /// Decodes each FULL section before the END of `ram` as one event. Their ends are found without `lengths`, since QEMU sends
-    /// no length.
+    /// Decodes each FULL section before the END of `ram` as one event. The ends of these sections are found without `lengths`,
+    /// since QEMU sends no length.
     #[must_use]
     pub fn taking_early_sections(mut self) -> Self {
         self.takes_early_sections = true;
@@ -500,7 +500,7 @@ fn section_start<'a>(kind: SectionKind, header: &SectionHeader<'a>) -> MainEvent
     }
 }
 
-/// Reads the length before a device's state. Its second copy must match.
+/// Reads the length before a device's state. Fails if the second copy of the length does not match.
 fn read_prefix(reader: &mut Reader<'_>) -> Result<usize, WireError> {
     const WHAT: &str = "length of a device payload";
     let length = reader.be32(WHAT)?;

@@ -15,15 +15,15 @@ use super::section::{EOF, VM_DESCRIPTION};
 use crate::reader::as_u64;
 use crate::{Reader, WireError, limits};
 
-/// "HLDL", with which the second copy of a device's length is XORed. Its adjacent bytes differ, so a length that is read one
-/// byte too early or too late does not match. With a complement as second copy, small lengths would match.
+/// "HLDL", with which the second copy of a device's length is XORed. Adjacent bytes of this value differ, so a length that is
+/// read one byte too early or too late does not match. With a complement as second copy, small lengths would match.
 pub(super) const LENGTH_CHECK: u32 = 0x484c_444c;
 
 /// Source of the lengths of device states, which a QEMU's stream does not contain.
 #[derive(Debug, Clone)]
 pub enum DeviceLengths {
-    /// Before each device's state the stream has its be32 length, and the same length XORed with "HLDL", as
-    /// [`MainEncoder`](super::MainEncoder) writes them. Two copies detect a damaged length immediately. With one copy the
+    /// Each device's state follows two copies of its length: a be32, and a be32 that is XORed with "HLDL".
+    /// [`MainEncoder`](super::MainEncoder) writes both. Two copies detect a damaged length immediately. With one copy the
     /// receiver would wait, with the guest stopped, for bytes that never arrive.
     LengthPrefixed,
     /// The lengths come from the VM description at the end of the stream, which must be completely recorded.

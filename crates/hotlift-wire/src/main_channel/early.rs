@@ -271,7 +271,8 @@ impl EarlyLengths {
         searched.map(|section| section.idstr.as_str())
     }
 
-    /// Compares the lengths with the VM description. `end` contains the last bytes of the stream, from EOF on; it may be empty.
+    /// Compares the lengths with the VM description. `end`, which may be empty, contains the last bytes of the stream, from EOF
+    /// on.
     ///
     /// # Errors
     ///

@@ -79,8 +79,8 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Sets the id of `ram` sections; must be called before the first one. For streams whose device sections come from another
-    /// encoder, which has its own ids.
+    /// Sets the id of `ram` sections; must be called before the first `ram` section. Used for streams whose device sections
+    /// come from another encoder, which has its own ids.
     pub fn set_ram_id(&mut self, id: u32) -> Result<(), WireError> {
         self.require(&[State::Setup], "another id of ram", "none after its START")?;
         self.ram_id = id;
@@ -179,7 +179,8 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Writes the head of a page record into the open `ram` section. The caller must send the 4096 bytes of the page after it.
+    /// Writes the head of a page record into the open `ram` section. The caller must send the 4096 bytes of the page after the
+    /// head.
     pub fn normal_page_head(
         &mut self,
         block: usize,
@@ -371,7 +372,7 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Writes the VM description of the written devices after EOF. It is the last record of the stream.
+    /// Writes the VM description of the written devices after EOF. The description is the last record of the stream.
     pub fn vm_description(&mut self, out: &mut Vec<u8>) -> Result<(), WireError> {
         self.require(&[State::Eof], "the VM description", "EOF")?;
         let text = json!({ "page_size": PAGE_SIZE, "devices": self.devices }).to_string();

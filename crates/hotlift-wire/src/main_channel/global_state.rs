@@ -49,7 +49,7 @@ pub struct RunStateSearch {
 impl RunStateSearch {
     /// Returns the run state if the section ends in `part`, the next bytes of the device sections; `None` otherwise.
     pub fn find(&mut self, part: &[u8]) -> Option<String> {
-        // The beginning of the section may be in the last bytes, and its end in this part.
+        // The section may begin in the last bytes, and end in this part.
         let (end, _) = part.split_at(part.len().min(SECTION - 1));
         self.last.extend_from_slice(end);
         let found = run_state(&self.last).or_else(|| run_state(part));

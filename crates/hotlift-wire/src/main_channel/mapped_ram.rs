@@ -1,5 +1,6 @@
 //! The stream inside a `mapped-ram` file (QEMU 9.0 and later). In the START section of `ram`, each block's entry is followed by
-//! a bitmap and by space for all pages of the block. The other `ram` sections are empty. Otherwise it is an ordinary stream.
+//! a bitmap and by space for all pages of the block. The other `ram` sections are empty. In all other respects the stream is an
+//! ordinary one.
 //!
 //! ```text
 //! header  configuration  [commands]  [early FULL...]  START ram: total
@@ -36,7 +37,7 @@ const ALIGNMENT: u64 = 1 << 20;
 pub struct MappedBlock {
     /// Name and length of the block.
     pub entry: RamBlockEntry,
-    /// File position of the bitmap. It has one bit for each page, in little-endian 64-bit words.
+    /// File position of the bitmap. The bitmap has one bit for each page, in little-endian 64-bit words.
     pub bitmap_offset: u64,
     /// File position of the first page, a multiple of the page size.
     pub pages_offset: u64,

@@ -25,8 +25,8 @@ pub enum PostcopyCommand<'a> {
         /// Ranges inside the block, in whole pages.
         ranges: Ranges<'a>,
     },
-    /// PACKAGED: a package of this number of bytes follows, with commands and device sections. It must be received completely
-    /// before its first command is decoded. The same decoder decodes the package, or the caller skips it.
+    /// PACKAGED: a package of this number of bytes follows, with commands and device sections. The package must be received
+    /// completely before its first command is decoded. The same decoder decodes the package, or the caller skips it.
     Packaged(u32),
     /// LISTEN: from now on the destination may request pages.
     Listen,
@@ -147,7 +147,7 @@ fn check_byte(got: u8, expected: u8, what: &'static str) -> Result<(), WireError
     })
 }
 
-/// Decodes a preempt channel, the connection for requested pages. It consists of page records without sections.
+/// Decodes a preempt channel (the connection for requested pages), which consists of page records without sections.
 #[derive(Debug)]
 pub struct PreemptDecoder(RamRecords);
 
@@ -166,7 +166,7 @@ pub enum PreemptRecord<'a> {
         /// Bytes of the page; `None` if all are zero.
         content: Option<&'a [u8; crate::PAGE_SIZE]>,
     },
-    /// End of the records. QEMU 7.2 sends it; later versions only close the connection.
+    /// End of the records. QEMU 7.2 sends this record; later versions only close the connection.
     Eos,
 }
 

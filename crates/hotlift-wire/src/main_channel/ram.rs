@@ -333,7 +333,7 @@ fn read_content<'a>(kind: u64, reader: &mut Reader<'a>) -> Result<PageContent<'a
     }
 }
 
-/// Appends the head of a page record. `name` is the name of the block; `None` if it is the same as in the previous record.
+/// Appends the head of a page record. `name` is the name of the block; `None` if the previous record has the same block.
 fn put_page_head(kind: u64, offset: u64, name: Option<&str>, out: &mut Vec<u8>) {
     match name {
         None => out.extend_from_slice(&(offset | kind | CONTINUE).to_be_bytes()),

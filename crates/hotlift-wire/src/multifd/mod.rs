@@ -151,7 +151,7 @@ impl PacketLayout {
         self.pages
     }
 
-    /// Returns the length of a packet header in bytes. It includes all entries of the offset table, used or not.
+    /// Returns the length of a packet header in bytes. The length includes all entries of the offset table, used or not.
     pub const fn header_len(self) -> usize {
         packet::OFFSETS + 8 * self.pages
     }

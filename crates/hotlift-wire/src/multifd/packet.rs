@@ -99,7 +99,7 @@ impl PacketWriter {
         self.method = method;
     }
 
-    /// Encodes the header for `fields`, and returns it. It is valid until the next call. Does not allocate.
+    /// Encodes the header for `fields`, and returns the bytes, which are valid until the next call. Does not allocate.
     ///
     /// Unused offsets and the rest of the name are zero, as in QEMU 9.0 and later. A packet without pages has no method bits,
     /// and 0 as `pages_alloc`, the same as QEMU's SYNC packets.
