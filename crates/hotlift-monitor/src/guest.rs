@@ -50,7 +50,7 @@ struct State {
 /// The latest migration: active, or ended.
 struct Migration {
     control: Control,
-    /// Status shown to clients. It may be behind that of `control`, until the figures for a new status are known.
+    /// Status shown to clients. The status of `control` may be newer: a new status is shown only when its figures are known.
     shown: Status,
     started: Instant,
     /// Latest progress. Before the first report it is that of [`query_migrate::not_begun`].
@@ -85,7 +85,8 @@ impl State {
         self.run != RunState::InMigrate
     }
 
-    /// Refuses a command while it is unknown if the destination runs the guest: the command could create a second copy of it.
+    /// Refuses a command while it is unknown if the destination runs the guest: the command could create a second copy of the
+    /// guest.
     fn refuse_in_doubt(&self) -> Result<(), Refusal> {
         match self.in_doubt {
             false => Ok(()),
@@ -705,7 +706,8 @@ impl Machine {
     }
 
     fn finish(&self, state: &mut State, outcome: Outcome, status: Status) {
-        // The migration has left the guest stopped: it is in doubt if the destination runs it, or it could not be continued.
+        // The migration has left the guest stopped: either it is unknown if the destination runs the guest, or the guest could
+        // not be continued.
         if state.run == RunState::FinishMigrate {
             self.guest.leave_to_operator();
             state.run = RunState::Paused;

@@ -1,4 +1,4 @@
-//! Commands whose answers come only from the tables of commands and options. They are the same for all monitors.
+//! Commands whose answers come only from the tables of commands and options. All monitors give the same answers.
 
 use hotlift_qmp::qapi::to_value;
 use hotlift_qmp::server::{Commands, Refusal};

@@ -34,8 +34,8 @@ impl Compression {
         })
     }
 
-    /// Returns the statistics. `main` is the number of bytes of the main channel. It includes some hundred bytes for each round
-    /// and the device states, which are counted as compressed pages.
+    /// Returns the statistics. `main` is the number of bytes of the main channel. This number includes some hundred bytes for
+    /// each round and the device states, which are counted as compressed pages.
     fn stats(self, main: u64, pages: Pages) -> CompressionStats {
         /// Number of bytes before the content of a page; a zero page has one byte more (`RAM_SAVE_FLAG_CONTINUE`).
         const HEADER: u64 = 8;

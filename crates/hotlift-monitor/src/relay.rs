@@ -1,4 +1,5 @@
-//! Commands of a relay's monitor. A relay has no guest: its clients can query it, limit its bandwidth and cancel its migration.
+//! Commands of a relay's monitor. A relay has no guest: clients can query the relay, limit its bandwidth, and cancel its
+//! migration.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -51,7 +52,7 @@ struct Relay {
 
 #[derive(Default)]
 struct State {
-    /// True if a client has changed parameters. They then also apply to later migrations.
+    /// True if a client has changed parameters. The changed parameters also apply to later migrations.
     was_changed: bool,
     asked_to_quit: bool,
     migration: Option<Migration>,

@@ -100,7 +100,8 @@ impl RunControl {
         Ok(())
     }
 
-    /// Leaves the guest stopped after a migration until the operator's `cont`: only the operator can decide if it may run.
+    /// Leaves the guest stopped after a migration until the operator's `cont`: only the operator can decide if the guest may
+    /// run.
     pub fn leave_to_operator(&self) {
         *self.lock() = StoppedBy {
             operator: true,
@@ -177,7 +178,7 @@ impl Guest for RunControl {
 
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {
         let mut devices = self.guest.save_devices()?;
-        // The section is sent only for a stopped guest: a destination without a monitor does not know it.
+        // The section is sent only for a stopped guest: a destination without a monitor does not know this section.
         if self.lock().operator {
             devices.push(stopped());
         }

@@ -1,5 +1,5 @@
-//! The answer of `query-qmp-schema`. It consists of the commands, the options, and the objects in both, which are the types of
-//! hotlift-qmp. They have the names of QEMU's documentation.
+//! The answer of `query-qmp-schema`. The schema consists of the commands, the options, and the objects in both, which are the
+//! types of hotlift-qmp. All names are those of QEMU's documentation.
 
 use std::collections::BTreeSet;
 
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::command_table::{COMMANDS, CommandInfo};
 use crate::run_control::RunState;
 
-/// Objects in arguments of commands and in data of events. Objects in answers come from hotlift-qmp's types. Those of options
+/// Objects in arguments of commands and in data of events. Objects in answers come from hotlift-qmp's types. Objects of options
 /// come from the table of options.
 static OBJECTS: &[Object] = &[
     object("Empty", &[]),

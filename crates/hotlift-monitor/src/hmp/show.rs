@@ -38,7 +38,7 @@ const fn row(label: &'static str, member: &'static str, shown: MemberFormat, zer
     }
 }
 
-/// Lines of `info migrate` in QEMU's order. Those of `compress` are from QEMU up to 9.0.
+/// Lines of `info migrate` in QEMU's order. The lines of `compress` are from QEMU up to 9.0.
 const ROWS: &[Row] = &[
     row("total time", "/total-time", MemberFormat::Ms, true),
     row(

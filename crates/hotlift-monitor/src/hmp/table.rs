@@ -10,7 +10,7 @@ pub struct HmpCommand {
     pub flags: &'static str,
     /// Description in one line.
     pub help: &'static str,
-    /// Name of the QMP command that executes it.
+    /// Name of the QMP command that executes this command.
     pub qmp: &'static str,
 }
 

@@ -1,5 +1,5 @@
-//! The human monitor on standard input and output: for an operator on a terminal, or for a script through a pipe. It has its
-//! own thread. If a write fails, only the monitor ends, not the process.
+//! The human monitor on standard input and output: for an operator on a terminal, or for a script through a pipe. The monitor
+//! has its own thread. If a write fails, only the monitor ends, not the process.
 
 use std::io::{self, BufRead, IsTerminal, Read, Write};
 use std::time::Instant;
@@ -127,7 +127,7 @@ fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
     end
 }
 
-/// Waits for a key for up to [`POLL_INTERVAL`]. Returns true if it was Ctrl-C.
+/// Waits for a key for up to [`POLL_INTERVAL`]. Returns true if the key was Ctrl-C.
 fn ctrl_c() -> io::Result<bool> {
     if !wait_readable(&[stdin()], Some(Instant::now() + POLL_INTERVAL)) {
         return Ok(false);
