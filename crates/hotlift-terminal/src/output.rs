@@ -27,7 +27,7 @@ const WAITING_PROGRESS: usize = 16 << 10;
 /// Maximum size of queued messages, in bytes. A command prints a few kilobytes; the serial port of a guest has no limit.
 const WAITING_MESSAGES: usize = 1 << 20;
 
-/// Maximum number of bytes in one write (`PIPE_BUF`). It is small, so that a slow reader does not look like one that reads
+/// Maximum number of bytes in one write (`PIPE_BUF`). The number is small: a slow reader must not look like a reader that reads
 /// nothing.
 const CHUNK: usize = 4096;
 

@@ -82,8 +82,8 @@ struct State {
 }
 
 impl Display {
-    /// Creates the display for the migration of `control`. Its lines begin with `label`. If `quiet` is true, only warnings are
-    /// shown.
+    /// Creates the display for the migration of `control`. The lines of the display begin with `label`. If `quiet` is true,
+    /// only warnings are shown.
     pub fn new(label: &str, quiet: bool, control: &Control) -> Self {
         Self {
             label: label.to_owned(),

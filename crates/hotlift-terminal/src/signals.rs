@@ -21,10 +21,10 @@ use crate::error::TerminalError;
 use crate::output::{self, warn};
 use hotlift_mem::{lock, wait_readable};
 
-/// Folders that [`end`] must remove. If the process ends in another way, the drop of [`OwnFolder`] removes them.
+/// Folders that [`end`] must remove. If the process ends in another way, the drop of [`OwnFolder`] removes its folder.
 static FOLDERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// Folder of this process. It is removed on drop, and by a second signal, which ends the process at once.
+/// Folder of this process. The folder is removed on drop, and by a second signal, which ends the process at once.
 #[derive(Debug)]
 pub struct OwnFolder(TempDir);
 
@@ -97,8 +97,8 @@ pub fn survive_file_size_limit() -> Result<(), TerminalError> {
         .map_err(TerminalError::process("signal handlers"))
 }
 
-/// Flag that the first signal sets. A second SIGINT or SIGTERM ends the process at once. SIGHUP is not counted, because a
-/// closing terminal sends it more than once: it never ends the process at once, and the first SIGINT after it does not either.
+/// Flag that the first signal sets. A second SIGINT or SIGTERM ends the process at once. SIGHUP does not count as a first or
+/// second signal, because a closing terminal sends SIGHUP more than once.
 #[derive(Clone)]
 pub struct Interrupt(Arc<Flags>);
 

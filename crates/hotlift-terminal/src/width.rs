@@ -35,8 +35,8 @@ pub fn columns(of: impl AsFd) -> Option<usize> {
     (size.ws_col > 0).then_some(size.ws_col.into())
 }
 
-/// Number of columns for output to a file or pipe, unless the environment variable COLUMNS has another one. 80 is the default
-/// of terminals, and fits an email or a ticket.
+/// Number of columns for output to a file or pipe, unless the environment variable COLUMNS is set. 80 is the default of
+/// terminals, and fits an email or a ticket.
 const KEPT: usize = 80;
 
 /// Returns the number of columns of standard output: that of the terminal, or of the environment variable COLUMNS. `None` if
