@@ -66,7 +66,7 @@ impl Capability {
         self
     }
 
-    /// Returns the treatment by a command with this purpose.
+    /// Returns how a command with this purpose treats the capability.
     #[must_use]
     pub fn treatment(&self, purpose: Purpose) -> Treatment {
         match purpose {

@@ -7,7 +7,7 @@
 //! | a RAM block or a device is missing at the destination | refuses, except devices without state (`STATELESS`) |
 //! | size of a RAM block | refuses, except blocks that it resizes (ACPI tables) |
 //! | other type, PCI id or number of vectors of a device | refuses |
-//! | fewer vCPUs at the destination | refuses; Hotlift also refuses more |
+//! | fewer vCPUs at the destination | refuses; Hotlift also refuses more vCPUs |
 //! | possible vCPUs | refuses once the guest has used the ACPI device for them; 11.1 always |
 //! | memory slots, on a machine with ACPI | refuses |
 //! | address, size or node of a virtio-mem | refuses |

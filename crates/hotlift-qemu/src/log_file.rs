@@ -37,9 +37,9 @@ pub struct LogFile {
 
 #[derive(Debug, Default)]
 struct Seen {
-    /// Length of the file.
+    /// Length of the file at the last check, in bytes.
     end: u64,
-    /// End of QEMU's last write.
+    /// File position after QEMU's last write, in bytes.
     position: u64,
     /// Parts of the file that QEMU wrote, in order.
     parts: Vec<Range<u64>>,

@@ -109,8 +109,8 @@ pub struct LimitArgs {
     pub ramps: bool,
 }
 
-/// Changes QEMU's settings for a relay with these settings. Returns the ramp of the downtime limit; `None` if the limit is
-/// constant.
+/// Changes QEMU's settings to those that a migration into a relay needs. Returns the ramp of the downtime limit; `None` if the
+/// limit is constant.
 ///
 /// # Errors
 /// If QEMU refuses.

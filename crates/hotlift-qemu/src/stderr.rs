@@ -44,7 +44,7 @@ enum Captured {
     /// A thread of this command forwards QEMU's output to its own stderr. After the command, the output is lost.
     PassedOn {
         errors: Arc<Mutex<Errors>>,
-        /// Disconnects when all output was forwarded.
+        /// Channel that is disconnected when all output was forwarded.
         is_done: Receiver<()>,
     },
     /// QEMU writes to the file that is this command's stderr.

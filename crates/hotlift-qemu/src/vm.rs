@@ -36,7 +36,7 @@ pub struct Vm {
     pub cpu_flags: Option<Vec<String>>,
     /// Number of memory slots.
     pub memory_slots: Option<u64>,
-    /// Maximum bytes of RAM.
+    /// Maximum bytes of RAM, including memory that can be plugged in.
     pub max_ram_bytes: Option<u64>,
     /// Plugged-in memory.
     pub memory_devices: Option<Vec<MemoryDevice>>,
