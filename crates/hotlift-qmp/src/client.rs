@@ -63,9 +63,9 @@ pub struct Client {
 /// A parsed line from QEMU.
 enum Message {
     Event(Event),
-    /// The `return` of the command with this id.
+    /// The answer (`return`) to the command with this id.
     Return(Option<u64>, Value),
-    /// Class and description of the error of the command with this id.
+    /// Error of the command with this id: class and description.
     Error(Option<u64>, String, String),
     /// The greeting: the first message on a connection.
     Greeting(Value),

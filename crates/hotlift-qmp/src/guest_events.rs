@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::error::one_line;
 
-/// Summary of all guest events of one connection. It includes events that were dropped from the queue.
+/// Summary of all guest events of one connection. The summary includes events that were dropped from the queue.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GuestEvents {
     /// True if the vCPUs were started (`RESUME`). QEMU sends this event before the first instruction runs.

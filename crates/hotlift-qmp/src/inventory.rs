@@ -70,7 +70,7 @@ pub struct Cpu {
 pub struct MemoryLimits {
     /// Number of memory slots.
     pub slots: u64,
-    /// Maximum bytes of RAM.
+    /// Maximum bytes of RAM, including memory that can be plugged in.
     pub max_bytes: u64,
 }
 

@@ -52,11 +52,11 @@ objects! {
     #[derive(Copy, Eq, PartialOrd, Ord)]
     Version = "VersionTriple" {
         needed {
-            /// 10 in 10.0.2.
+            /// Major version: 10 in 10.0.2.
             "major" major: u32,
-            /// 0 in 10.0.2.
+            /// Minor version: 0 in 10.0.2.
             "minor" minor: u32,
-            /// 2 in 10.0.2.
+            /// Micro version: 2 in 10.0.2.
             "micro" micro: u32,
         }
         optional {}

@@ -27,7 +27,7 @@ objects! {
             /// Downtime in milliseconds; only when completed.
             #[serde(deserialize_with = "not_negative")]
             "downtime" downtime: u64,
-            /// Time from the start until the first page could be sent, in milliseconds.
+            /// Time from the start of the migration until the first page could be sent, in milliseconds.
             #[serde(deserialize_with = "not_negative")]
             "setup-time" setup_time: u64,
             /// Percentage of time for which the guest is throttled, to make the migration converge.

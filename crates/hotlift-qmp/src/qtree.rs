@@ -26,7 +26,7 @@ pub struct MachineDevice {
 /// A bus or device in the tree. The lines of its children have a deeper indentation.
 struct Node {
     indent: usize,
-    /// The device itself, or the device that owns the bus.
+    /// Index of the device itself, or of the device that owns the bus; `None` for a bus without a device.
     device: Option<usize>,
     /// True for the bus between a PCI device and its virtio device, which the operator sees as one device.
     is_virtio: bool,
