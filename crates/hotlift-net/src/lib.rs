@@ -5,8 +5,7 @@
 //! | module | subject |
 //! |---|---|
 //! | [`transport`] | sockets by address, TLS on them |
-//! | [`admission`] | accepts connections: limits handshakes and pending connections, classifies each connection by its first
-//! bytes |
+//! | [`admission`] | accepts connections: limits handshakes and pending connections, classifies by the first bytes |
 //! | [`conversation`] | negotiation of a migration: a hello message, then lines of JSON |
 //!
 //! This crate does not know the options and the lifetime of a migration. A wait that a migration can interrupt takes a

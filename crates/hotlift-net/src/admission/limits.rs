@@ -5,8 +5,7 @@
 //! | in a handshake, at any listener | always | `HANDSHAKES` | `handshake_slots.rs` |
 //! | of a migration, at its destination or relay | by its options | `CHANNELS` | `handshake-timeout` |
 //! | that received the outcome of a migration | as their migration | `CONFIRMATIONS` | `CONFIRMATION` |
-//! | clients of `serve`, `hotlift-bench --serve` and an agent, before their request | by the options; an agent: always |
-//! `CALLERS` | `HELLO` |
+//! | clients of `serve`, `hotlift-bench --serve` and an agent | by the options; an agent: always | `CALLERS` | `HELLO` |
 //! | of this host's QEMUs, redirected to the agent of this host | never: the agent adds it | `REDIRECTED` | `SILENCE` |
 //! | in the queue between two listeners | as at the first listener | `QUEUED` | the migration's |
 //! | that may be the preempt channel of a QEMU | as their migration | `CANDIDATES` | the migration's |

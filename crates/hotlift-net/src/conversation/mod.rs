@@ -121,7 +121,7 @@ impl Connection for SharedStream {
     }
 }
 
-/// This side's end of a conversation.
+/// End of a conversation in this process.
 #[derive(Debug)]
 pub struct Conversation(Lines<SharedStream>);
 

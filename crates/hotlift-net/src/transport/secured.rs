@@ -164,7 +164,7 @@ impl Secured {
 pub(crate) struct PacketPlaintext<'p, 'm> {
     head: &'p [u8],
     runs: &'p [GuestRun<'m>],
-    /// Unsent part of the current run.
+    /// Unsent part of the current run, a contiguous range of guest memory.
     first: Option<GuestRun<'m>>,
     remaining: usize,
 }
