@@ -22,15 +22,16 @@ const HELLO: u16 = 0x4802;
 const LOAD: u16 = 0x4803;
 const DOING: u16 = 0x4804;
 
-/// Length of LOAD's payload in bytes: elapsed time, busy time, pages and time of each method, and a CRC-32 of all of them.
+/// Length of the payload of LOAD (load of the channel threads) in bytes: elapsed time, busy time, pages and time of each
+/// method, and a CRC-32 of all of them.
 const LOAD_LEN: usize = 16 + 16 * Method::ALL.len() + 4;
 
-/// Length of DOING's payload in bytes: the code of a [`GuestActivity`] and its CRC-32. The checksum is needed because the code
-/// decides if an operator must intervene.
+/// Length of the payload of DOING (state of the guest) in bytes: the code of a [`GuestActivity`] and its CRC-32. The checksum
+/// is needed because the code decides if an operator must intervene.
 const DOING_LEN: usize = 5;
 
-/// Length of HELLO's payload in bytes: version, features, migration id, and a CRC-32 of all of them. With a damaged id a source
-/// could not query the outcome of the migration.
+/// Length of the payload of HELLO (identifies a Hotlift) in bytes: version, features, migration id, and a CRC-32 of all of
+/// them. With a damaged id a source could not query the outcome of the migration.
 const HELLO_LEN: usize = 28;
 /// Length in bytes of HELLO's first field, the version, which HELLO has in every version.
 const HELLO_VERSION_LEN: usize = 4;
@@ -58,8 +59,8 @@ pub enum ReturnMessage<'a> {
         /// Length in bytes.
         length: u32,
     },
-    /// Postcopy recovery: the bitmap of received pages of `block`. The bitmap itself follows after this message: be64 size,
-    /// bitmap, be64 0x0123456789abcdef.
+    /// Postcopy recovery: announces the bitmap of received pages of `block`. After this message follow be64 size, the bitmap,
+    /// and be64 0x0123456789abcdef.
     RecvBitmap {
         /// RAM block.
         block: &'a str,

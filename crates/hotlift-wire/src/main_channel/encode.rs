@@ -14,7 +14,7 @@ use crate::{PAGE_SIZE, WireError, limits};
 /// Default section id of `ram`; devices have the ids from 1 on. Receivers use ids only to match sections.
 const RAM_ID: u32 = 0;
 
-/// Number of bytes before a device's state, which contain its length twice.
+/// Number of bytes that precede a device's state: two be32 copies of the length of the state.
 const PREFIX_LEN: u64 = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
