@@ -270,8 +270,8 @@ impl Shared {
         }
     }
 
-    /// Writes `bytes`. If they cannot be written, they are lost. Later texts are tried again: a full disk may have space by
-    /// then.
+    /// Writes `bytes`. Bytes that cannot be written are lost. Later texts are tried again, because a full disk may have space
+    /// later.
     fn write(&self, to: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {
         let mut left = bytes;
         while !left.is_empty() {

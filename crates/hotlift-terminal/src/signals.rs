@@ -1,4 +1,5 @@
-//! SIGINT, SIGTERM and SIGHUP set a flag, and end waits by an event. So the command ends by its normal path and cleans up.
+//! SIGINT, SIGTERM and SIGHUP set a flag, and make a descriptor readable, which ends waits. So the command ends in the normal
+//! way, and cleans up.
 
 use std::fs::Permissions;
 use std::io::{self, PipeReader, PipeWriter};

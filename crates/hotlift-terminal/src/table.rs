@@ -17,7 +17,7 @@ pub fn align(table: &mut Table) {
     }
 }
 
-/// Aligns as [`align`] does, but column `words`, counted from 0, to the left.
+/// Aligns as [`align`] does, except column `words` (counted from 0), which is aligned to the left.
 pub fn align_with_words(table: &mut Table, words: usize) {
     align(table);
     if let Some(column) = table.column_mut(words) {
