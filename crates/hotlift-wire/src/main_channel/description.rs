@@ -22,9 +22,9 @@ pub(super) const LENGTH_CHECK: u32 = 0x484c_444c;
 /// Source of the lengths of device states, which a QEMU's stream does not contain.
 #[derive(Debug, Clone)]
 pub enum DeviceLengths {
-    /// Each device's state follows two copies of its length: a be32, and a be32 that is XORed with "HLDL".
-    /// [`MainEncoder`](super::MainEncoder) writes both. Two copies detect a damaged length immediately. With one copy the
-    /// receiver would wait, with the guest stopped, for bytes that never arrive.
+    /// Two be32 copies of its length precede each device's state; the second is XORed with "HLDL".
+    /// [`MainEncoder`](super::MainEncoder) writes both copies. Two copies detect a damaged length immediately. With one copy
+    /// the receiver would wait, with the guest stopped, for bytes that never arrive.
     LengthPrefixed,
     /// The lengths come from the VM description at the end of the stream, which must be completely recorded.
     Description(VmDescription),

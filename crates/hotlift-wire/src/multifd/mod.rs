@@ -5,8 +5,8 @@
 //! channel: initial packet (64) | header (1344) payload | header (1344) payload | ... | close
 //! ```
 //!
-//! A channel has no end record: its connection is closed between packets. A packet with SYNC is a sync point: the receiver
-//! reads no further packet of any channel until SYNC has arrived on all channels, and the flush on the main channel.
+//! A channel has no end record: its connection is closed between packets. A packet with SYNC is a sync point: after SYNC the
+//! receiver reads no further packet of this channel until SYNC has arrived on all channels, and the flush on the main channel.
 
 mod initial;
 mod packet;
