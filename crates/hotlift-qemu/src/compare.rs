@@ -83,7 +83,8 @@ pub struct Row {
 }
 
 impl Row {
-    /// Creates a row. The values may come from another host, so control characters and line breaks are removed from each text.
+    /// Creates a row. The values may come from another host, so each text is shortened, and its control characters are replaced
+    /// by spaces.
     fn new(what: &str, values: [&str; 2], outcome: Outcome, remedy: &str) -> Self {
         let [source, destination] = values.map(one_line);
         Self {
