@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-/// A failed command or connection. Messages include QEMU's own text if there is one; control characters are removed.
+/// A failed command or connection. Messages include QEMU's own text if there is one; control characters are replaced by spaces.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum QmpError {
@@ -98,7 +98,7 @@ impl QmpError {
 /// Maximum length of a peer's text in a message, in characters; the rest is cut.
 const MAX_WORDS: usize = 1000;
 
-/// Makes a peer's text safe to print: one line of limited length, without control characters.
+/// Makes a peer's text safe to print: one line of limited length. Control characters are replaced by spaces.
 #[must_use]
 pub fn one_line(words: &str) -> String {
     words

@@ -18,7 +18,7 @@ const MAX_LINE: usize = 64 << 10;
 /// Byte that resets the agent's parser, and removes incomplete input of an earlier client (see QEMU's `guest-sync-delimited`).
 const RESET: u8 = 0xff;
 
-/// Reason why the guest's clock was not set. Control characters are removed from the agent's texts.
+/// Reason why the guest's clock was not set. Control characters in the agent's texts are replaced by spaces.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GuestAgentError {
