@@ -1,5 +1,6 @@
-//! Compares the `auto` method with the fixed methods: with the best of them, and, where the link or the cores change
-//! during the run, with the best schedule of them, computed afterwards.
+//! Compares method `auto` with the fixed methods. The comparison is with the fastest fixed method, and with the best
+//! schedule of fixed methods where the link or the cores change during a run. A schedule uses one fixed method for each
+//! phase between two changes; its time is computed after the runs.
 
 use std::collections::BTreeSet;
 
@@ -7,25 +8,26 @@ use super::record::{Completed, Record, Row};
 use super::stats::{self, Spread, number, spread};
 use super::table::{Grid, Labels, series};
 
-/// The method that chooses by itself.
+/// Name of method `auto`, which selects the compression method of each packet.
 pub const AUTO: &str = "auto";
 
-/// Up to this quotient two runs count as equally fast: repeats of one row differ by as much on an idle machine.
+/// Upper limit of the quotient auto / best fixed method for "equally fast". Repeats of one row differ by as much on an
+/// idle machine.
 const AS_FAST: f64 = 1.03;
 
-/// Below this quotient a run counts as faster.
+/// Upper limit of the quotient auto / best fixed method for "faster".
 const FASTER: f64 = 0.95;
 
-/// Completed runs of a row with one fixed method.
+/// The completed runs of one row with one fixed method.
 struct MethodRuns<'a> {
-    /// The method and its level: "zstd 3".
+    /// The method and the level: "zstd 3".
     name: String,
     runs: Vec<(&'a Record, &'a Completed)>,
 }
 
-/// Rows that differ in their method alone.
+/// Rows that differ only in their method.
 struct Comparison<'a> {
-    /// The row of one of its runs.
+    /// The row of one of the compared runs.
     row: Row,
     fixed: Vec<MethodRuns<'a>>,
     auto: Option<MethodRuns<'a>>,
@@ -37,7 +39,7 @@ impl<'a> MethodRuns<'a> {
         Some(spread(self.runs.iter().map(|(_, run)| run.source.total_ms))?.median / 1e3)
     }
 
-    /// Returns this method's run in the same turn as `record`.
+    /// Returns this method's run with the same repeat number as `record`; `None` if that run did not complete.
     fn run_in_same_turn(&self, record: &Record) -> Option<&'a Completed> {
         let same = |run: &Record| run.repeat == record.repeat && run.series == record.series;
         let (_, run) = self.runs.iter().find(|(run, _)| same(run))?;
@@ -93,7 +95,7 @@ fn comparisons(records: &[Record]) -> Vec<Comparison<'_>> {
 }
 
 impl Comparison<'_> {
-    /// Returns the fixed method with the lowest median of total times, and that median in seconds.
+    /// Returns the fixed method with the lowest median of total times, and that median in seconds; `None` without runs.
     fn best(&self) -> Option<(&MethodRuns<'_>, f64)> {
         let all = self
             .fixed
@@ -102,7 +104,7 @@ impl Comparison<'_> {
         all.min_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    /// Returns the total time of `auto` over that of the best fixed method, of runs of the same turn.
+    /// Returns the spread of the quotient auto / best fixed method, of total times of runs with the same repeat number.
     fn by_best(&self) -> Option<Spread> {
         let (best, _) = self.best()?;
         let runs = self.auto.iter().flat_map(|auto| &auto.runs);
@@ -111,13 +113,13 @@ impl Comparison<'_> {
         }))
     }
 
-    /// Returns the total time of the best schedule, in seconds; `None` if nothing changes during the run.
+    /// Returns the spread of the best schedule's total time, in seconds; `None` if nothing changes during the run.
     fn schedule(&self) -> Option<Spread> {
         let turns = self.fixed.first().into_iter().flat_map(|way| &way.runs);
         spread(turns.filter_map(|(record, _)| Some(self.schedule_of(record)? / 1e3)))
     }
 
-    /// Returns the total time of `auto` over that of the best schedule, of runs of the same turn.
+    /// Returns the spread of the quotient auto / best schedule, of total times of runs with the same repeat number.
     fn by_schedule(&self) -> Option<Spread> {
         let runs = self.auto.iter().flat_map(|auto| &auto.runs);
         spread(
@@ -125,7 +127,7 @@ impl Comparison<'_> {
         )
     }
 
-    /// Returns the total time of the best schedule of the fixed runs of the same turn as `record`, in ms.
+    /// Returns the total time in ms of the best schedule, computed from fixed runs with the repeat number of `record`.
     fn schedule_of(&self, record: &Record) -> Option<f64> {
         let starts = phases(&self.row)?;
         let runs = self
@@ -136,7 +138,7 @@ impl Comparison<'_> {
     }
 }
 
-/// Returns the times at which link or cores change, in ms, and the start; `None` if they do not change.
+/// Returns 0 and the times in ms at which link or cores change; `None` if nothing changes.
 fn phases(row: &Row) -> Option<Vec<f64>> {
     let link = row.link();
     let rates = link
@@ -150,11 +152,14 @@ fn phases(row: &Row) -> Option<Vec<f64>> {
     (!changes.is_empty()).then(|| starts.collect())
 }
 
-/// Returns the total time in ms of the best schedule of fixed methods: each phase uses the method that settles pages
-/// fastest in it, and begins at one of `starts`. `runs` are of one method each, over the same link. `None` without runs.
+/// Returns the total time in ms of the best schedule of fixed methods; `None` without runs.
 ///
-/// Each run is counted in shares of its own pages. Every run lasts at least as long as this schedule, so all phases that
-/// the schedule needs are in all runs.
+/// In the schedule, each phase begins at one of `starts` and uses the method that settles pages fastest in that phase.
+/// A page is settled when it was sent with content or as a zero page. `runs` has one run per method, over the same
+/// link.
+///
+/// Progress of a run is a share of that run's own pages. Every run takes at least as long as the schedule, and contains
+/// all phases that the schedule needs.
 fn best_schedule(starts: &[f64], runs: &[&Completed]) -> Option<f64> {
     if runs.is_empty() {
         return None;
@@ -175,12 +180,13 @@ fn best_schedule(starts: &[f64], runs: &[&Completed]) -> Option<f64> {
         }
         left -= rate * (end - start);
     }
-    // A remainder from rounding.
+    // Rounding left a small remainder.
     let totals = runs.iter().map(|run| run.source.total_ms);
     Some(totals.fold(f64::INFINITY, f64::min))
 }
 
-/// Returns the share of its pages that `run` had settled (sent with content or as zero) `ms` milliseconds after its start.
+/// Returns the share (0 to 1) of the run's pages that were settled `ms` milliseconds after its start. Settled pages
+/// were sent with content or as zero pages.
 fn settled(run: &Completed, ms: f64) -> f64 {
     let all = (run.source.normal_pages + run.source.zero_pages) as f64;
     let (mut at, mut pages) = (0.0, 0.0);
@@ -202,7 +208,7 @@ fn between((x0, y0): (f64, f64), (x1, y1): (f64, f64), x: f64) -> f64 {
     }
 }
 
-/// Returns the comparisons that have such a quotient, each with its median.
+/// Returns the comparisons for which the quotient exists, each with the median of the quotient.
 fn by<'c, 'a>(
     all: &'c [Comparison<'a>],
     quotient: fn(&Comparison<'a>) -> Option<Spread>,
@@ -298,7 +304,8 @@ pub mod tests {
     use super::*;
     use crate::record::{Outcome, tests::example};
 
-    /// Returns a run that settles pages at the given rates per second, each from its time in ms, until 1000 are settled.
+    /// Returns a run that settles 1000 pages. `rates` has pairs: a time in ms, and the pages per second from that time
+    /// on.
     fn run(rates: &[(f64, f64)]) -> Completed {
         let mut run = Completed::default();
         run.source.normal_pages = 1000;
@@ -358,7 +365,8 @@ pub mod tests {
         assert_eq!(phases(&row), Some(vec![0.0, 500.0, 2000.0]));
     }
 
-    /// Returns the records of two links: over one of them auto is as fast as the best method, over the other it is slower.
+    /// Returns records of two links: `auto` is as fast as the best method over one link, and slower over the other
+    /// link.
     pub fn records() -> Vec<Record> {
         let steady = |rate| run(&[(0.0, rate)]);
         let mut records = Vec::new();

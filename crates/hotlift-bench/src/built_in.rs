@@ -1,4 +1,4 @@
-//! A run of the built-in guest: does the work of `demo`, and adds the kernel's counts for its threads.
+//! Runs one migration of the built-in guest as `demo` does, and adds the kernel's counts for its threads.
 
 use std::time::Duration;
 
@@ -15,10 +15,10 @@ use super::remote_host::RemoteHost;
 use super::threads::Sampler;
 use crate::error::BenchError;
 
-/// Prefixes of the names of migration threads; the other threads are the guest's and the process's own.
+/// Prefixes of the names of migration threads. All other threads belong to the guest or to the process.
 const MIGRATION_THREADS: &[&str] = &["mig/", "compress", "decompress", "dsa_completion"];
 
-/// Runs `cell` once. `remote` has the destination if that is on another host.
+/// Runs `cell` once. `remote` is the destination host; `None` if the destination is on this host.
 ///
 /// # Errors
 /// If a process cannot be started.

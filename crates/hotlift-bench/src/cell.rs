@@ -1,4 +1,4 @@
-//! A cell of the matrix: one setting to run.
+//! A cell of the matrix: one combination of settings to run.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use super::record::{Engine, GuestRow, Row};
 /// Memory that a guest process needs in addition to its RAM: program, buffers, a batch of pages for each channel.
 const PROCESS_BYTES: u64 = 192 << 20;
 
-/// Options that have a field of their own in a [`Row`].
+/// Options for which a [`Row`] has a separate field.
 const IN_THE_ROW: &[&str] = &[
     "multifd-compression",
     "compress",
@@ -29,26 +29,26 @@ const IN_THE_ROW: &[&str] = &[
     "max-bandwidth",
 ];
 
-/// One setting.
+/// One combination of settings: guest, migration options, link.
 #[derive(Debug, Clone)]
 pub struct Cell {
     /// Program that migrates the guest.
     pub engine: Engine,
-    /// Kind of guest; for QEMU: KVM or TCG.
+    /// Kind of guest. For QEMU, the kind selects KVM or TCG.
     pub kind: GuestKind,
     /// The guest.
     pub guest: GuestArgs,
     /// Options of the migration.
     pub migration: MigrationArgs,
-    /// Limit of the link.
+    /// Rate and delay of the network link; `None` without a limit.
     pub link: Option<Link>,
-    /// Time after the request to migrate at which a busy thread takes a core.
+    /// Time after the request to migrate at which a busy thread occupies a core; `None` without such a thread.
     pub neighbour: Option<Duration>,
 }
 
 impl Cell {
-    /// Holds as much memory as the destination will touch. `None` if the destination touches it before the
-    /// migration, or is on another host.
+    /// Allocates as much memory as the destination will touch during the migration. `None` if the destination touches
+    /// its memory before the migration, or is on another host.
     pub fn held_memory(&self, is_remote: bool) -> Option<HeldMemory> {
         if is_remote {
             return None;
@@ -56,7 +56,7 @@ impl Cell {
         HeldMemory::new(self.guest.ram, &self.migration.options().ok()?)
     }
 
-    /// Returns the row as records have it.
+    /// Returns the settings of this cell as a row of the records.
     ///
     /// # Errors
     /// If the options conflict.
@@ -101,22 +101,23 @@ impl Cell {
         })
     }
 
-    /// Returns the bytes of memory that a run needs on this host.
+    /// Returns the memory that a run needs on this host, in bytes.
     pub fn memory(&self, destination_is_here: bool) -> u64 {
         let ends = if destination_is_here { 2 } else { 1 };
         memory(self.guest.ram, ends)
     }
 }
 
-/// Returns the bytes of memory that `ends` guests of `ram` bytes need.
+/// Returns the memory in bytes that `ends` guest processes need, each with `ram` bytes of RAM.
 pub fn memory(ram: u64, ends: u64) -> u64 {
     ram.saturating_add(PROCESS_BYTES).saturating_mul(ends)
 }
 
-/// Sets the method and its level in `migration`. The method "compress" is the capability.
+/// Sets the compression method and its level in `migration`. Method "compress" sets QEMU's capability `compress`
+/// instead.
 ///
 /// # Errors
-/// If the method or this level of it does not exist.
+/// If the method does not exist, or has no such level.
 pub fn with_method(
     migration: &MigrationArgs,
     method: &str,
@@ -141,7 +142,7 @@ pub mod tests {
 
     use super::*;
 
-    /// Returns a cell for tests to change.
+    /// Returns a cell that tests can modify.
     pub fn example() -> Cell {
         #[derive(Parser)]
         struct Line {

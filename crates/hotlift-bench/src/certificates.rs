@@ -1,4 +1,4 @@
-//! Certificates for the TLS runs of one call of `hotlift-bench`: a CA, and the certificates that it issues to this host.
+//! TLS certificates for one call of `hotlift-bench`: a CA, and the host certificates that the CA issues.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -11,16 +11,17 @@ use crate::cell::Cell;
 use crate::error::BenchError;
 use crate::record::Row;
 
-/// Option that names the folder.
+/// Name of the option that sets the folder of the certificates.
 pub const OPTION: &str = "tls-creds";
 
-/// Value of that option: a folder made for this call. Records keep this value, so that runs of two calls compare.
+/// Placeholder for the folder in settings and records. Each call creates its own folder; with the placeholder, runs of
+/// two calls are comparable.
 pub const CERTIFICATES: &str = "certificates";
 
-/// Name in every certificate, for any address that is connected to.
+/// Host name in every certificate, expected by the client for any address.
 pub const NAME: &str = "localhost";
 
-/// The folder with the certificates; removed on drop.
+/// Temporary folder with the certificates; removed on drop.
 #[derive(Debug)]
 pub struct Certificates(TempDir);
 
@@ -55,12 +56,12 @@ impl Certificates {
         self.0.path()
     }
 
-    /// Returns `cell` with the folder's path in place of [`CERTIFICATES`].
+    /// Returns `cell` with the real path of the folder instead of the placeholder [`CERTIFICATES`].
     pub fn fill_in(&self, cell: &Cell) -> Cell {
         let folder = self.folder().display().to_string();
         let mut cell = cell.clone();
         for (name, value) in [(OPTION, folder.as_str()), ("tls-hostname", NAME)] {
-            // Any text is a value of these.
+            // These options accept any text.
             if let Ok(given) = Given::parse(name, value) {
                 cell.migration.set(given);
             }
@@ -69,14 +70,14 @@ impl Certificates {
     }
 }
 
-/// Returns true if a run used TLS with certificates of the bench.
+/// Returns true if a run used TLS with certificates that the bench created.
 pub fn wants_row(row: &Row) -> bool {
     row.options
         .get(OPTION)
         .is_some_and(|value| value == CERTIFICATES)
 }
 
-/// Returns true if `migration` asks for TLS with certificates of the bench.
+/// Returns true if `migration` requests TLS with certificates that the bench creates.
 pub fn wants(migration: &MigrationArgs) -> bool {
     migration.values().tls.creds == CERTIFICATES
 }

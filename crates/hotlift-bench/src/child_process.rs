@@ -1,4 +1,4 @@
-//! Child processes that end with the bench.
+//! Child processes that are killed when the bench ends.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-/// A process that is killed on drop, and by the kernel if this process is killed.
+/// A child process. It is killed on drop, and by the kernel if the bench is killed.
 #[derive(Debug)]
 pub struct ChildProcess {
     pub child: Child,
@@ -14,7 +14,8 @@ pub struct ChildProcess {
 }
 
 impl ChildProcess {
-    /// Starts the program and arguments `words`, after those of `prefix`. Its standard error goes to the file `errors`.
+    /// Starts the command line `prefix` followed by `words` (program and arguments). Standard error of the process goes
+    /// to the file `errors`.
     pub fn start(
         prefix: &[String],
         words: impl IntoIterator<Item = OsString>,
@@ -37,7 +38,7 @@ impl ChildProcess {
         })
     }
 
-    /// Returns the last non-empty line of its standard error.
+    /// Returns the last non-empty line of the child's standard error; `None` if there is none.
     pub fn last_line(&self) -> Option<String> {
         let output = std::fs::read_to_string(&self.errors).ok()?;
         let line = output.lines().rfind(|line| !line.trim().is_empty())?;

@@ -1,4 +1,4 @@
-//! The `hotlift` command: the bench uses its guests, relays and certificates.
+//! Finds the `hotlift` command, which provides the guests, relays and certificates of the bench.
 
 use std::path::{Path, PathBuf, absolute};
 use std::process::Command;
@@ -7,23 +7,24 @@ use rustix::fs::{Access, access};
 
 use crate::error::BenchError;
 
-/// File name of the command.
+/// File name of the `hotlift` command.
 const NAME: &str = "hotlift";
 
-/// The command.
+/// The `hotlift` command to measure.
 #[derive(Debug)]
 pub struct Hotlift {
-    /// Path of its file.
+    /// Path of the executable file.
     pub path: PathBuf,
-    /// Its version.
+    /// Version of the command.
     pub version: String,
 }
 
 impl Hotlift {
-    /// Finds the command: at `given`, else in the folder of this program, else on PATH.
+    /// Finds the command: the path `given`; without one, `hotlift` in the folder of this program, then in the folders
+    /// of PATH.
     ///
     /// # Errors
-    /// If there is none, or if it does not print its version.
+    /// If there is no such file, or if its output for `--version` is not a version of hotlift.
     pub fn find(given: Option<&Path>) -> Result<Self, BenchError> {
         let path = match given {
             Some(path) => absolute(path).unwrap_or_else(|_| path.to_owned()),

@@ -25,28 +25,28 @@ pub enum BenchError {
     /// An error of a QEMU.
     #[error(transparent)]
     Qemu(#[from] QemuError),
-    /// An error of the search for accelerators.
+    /// An error of the search for accelerator devices.
     #[error(transparent)]
     Accel(#[from] AccelError),
-    /// There is no `hotlift` to measure.
+    /// No `hotlift` command was found.
     #[error("no program 'hotlift' in the folder of this program or on PATH")]
     NoHotlift,
-    /// The `hotlift` command does not start.
+    /// The `hotlift` command cannot be started.
     #[error("cannot run {}", path.display())]
     RunHotlift {
-        /// Path of its file.
+        /// Path of the executable file.
         path: PathBuf,
         /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// The program is not `hotlift`.
+    /// The program at this path is not `hotlift`.
     #[error("{} does not print the version of hotlift", path.display())]
     NotHotlift {
-        /// Path of its file.
+        /// Path of the executable file.
         path: PathBuf,
     },
-    /// The host of `--to` cannot be reached.
+    /// The host of flag `--to` cannot be reached.
     #[error("cannot reach 'hotlift-bench --serve'")]
     NoRemoteHost(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// A flag sets an option that the rows of a suite set themselves.
@@ -56,18 +56,18 @@ pub enum BenchError {
         suite: String,
         /// The option.
         option: &'static str,
-        /// The flag, as typed.
+        /// The flag as typed on the command line.
         flag: String,
     },
     /// A relay between two QEMUs failed.
     #[error("relay {side}: {problem}")]
     Relay {
-        /// Side of the relay.
+        /// Side of the relay: "source" or "destination".
         side: &'static str,
         /// The relay's last message.
         problem: String,
     },
-    /// The link of `--link` cannot be made.
+    /// The limited link of flag `--link` cannot be created.
     #[error("no link as asked for: {problem}")]
     Link {
         /// The reason.
@@ -76,7 +76,7 @@ pub enum BenchError {
 }
 
 impl BenchError {
-    /// Wraps an error of QMP.
+    /// Wraps an error of a QMP connection.
     pub(crate) fn qmp(source: QmpError) -> Self {
         let side = "bench";
         QemuError::Qmp { side, source }.into()
@@ -87,7 +87,7 @@ impl BenchError {
         error_line(self)
     }
 
-    /// Returns the next step, if the error does not show it.
+    /// Returns advice about what to do next; `None` if the error message already contains it.
     pub fn advice(&self) -> Option<&'static str> {
         match self {
             Self::Shared(error) => error.advice(),
@@ -99,7 +99,7 @@ impl BenchError {
         }
     }
 
-    /// Returns 1; 2 for a wrong command line; 130 if a signal ended the bench.
+    /// Returns the exit code: 2 for a wrong command line, 130 if a signal ended the bench, 1 for all other errors.
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Self::Terminal(TerminalError::Interrupted)
@@ -110,7 +110,7 @@ impl BenchError {
         }
     }
 
-    /// Returns true if the command line is wrong and nothing was started.
+    /// Returns true if the command line is wrong. In that case nothing was started.
     pub fn is_usage(&self) -> bool {
         match self {
             Self::SuiteSets { .. } => true,

@@ -1,23 +1,23 @@
-//! The figures of a run for tables and pictures, each with the case in which it has no meaning.
+//! The figures of a run for tables and pictures. A figure has no value for runs where it would be meaningless.
 
 use super::record::Completed;
 use super::stats::{Spread, spread};
 
-/// Below this share of pages with content, the CPU time goes into checking pages rather than into sending them. Seconds
-/// per GiB of content then mean nothing (31556 core-s/GiB of a guest with 3 pages that are not zero).
+/// Minimum share of pages with content (0 to 1) for figures per GiB of content. Below it, most CPU time is spent on
+/// zero page detection, and such figures mean nothing: a guest with 3 non-zero pages measured 31556 core-s/GiB.
 const LITTLE_CONTENT: f64 = 0.01;
 
-/// GiB of one page.
+/// Size of one page, in GiB.
 const GIB_PER_PAGE: f64 = 4096.0 / (1_u64 << 30) as f64;
 
-/// A figure.
+/// A figure of a run, such as the total time.
 #[derive(Debug, Clone, Copy)]
 pub struct Figure {
-    /// Heading of its column.
+    /// Heading of the figure's column.
     pub name: &'static str,
-    /// Returns its value; `None` where it has no meaning.
+    /// Computes the figure for a run; `None` where it has no meaning.
     pub of: fn(&Completed) -> Option<f64>,
-    /// True if the quotient Hotlift / QEMU has a meaning.
+    /// True if tables show the quotient Hotlift / QEMU of this figure.
     pub compares: bool,
 }
 
@@ -25,66 +25,66 @@ const fn figure(name: &'static str, of: fn(&Completed) -> Option<f64>, compares:
     Figure { name, of, compares }
 }
 
-/// Time from the request to migrate until the destination runs the guest.
+/// Time from the request to migrate until the destination runs the guest, in ms.
 pub const TOTAL_MS: Figure = figure("total ms", |run| Some(run.source.total_ms), true);
-/// Time during which the guest is paused.
+/// Time during which the guest is paused, in ms.
 pub const DOWN_MS: Figure = figure("down ms", |run| Some(run.source.downtime_ms), true);
-/// Passes over the dirty pages.
+/// Number of passes over the dirty pages.
 pub const ROUNDS: Figure = figure("rounds", |run| Some(run.source.rounds as f64), false);
-/// Throughput on the wire.
+/// Throughput on the wire, in Mbit/s.
 pub const MBPS: Figure = figure("Mbit/s", |run| reported(run.source.throughput_mbps), false);
-/// Settled pages, zero pages included.
+/// Pages sent per second, zero pages included.
 pub const PAGES_PER_SECOND: Figure =
     figure("pages/s", |run| Some(run.source.pages_per_second), false);
-/// Bytes of pages with content over bytes sent.
+/// Compression ratio: bytes of pages with content, divided by bytes sent.
 pub const RATIO: Figure = figure("ratio", |run| reported(run.source.ratio), true);
-/// Bytes sent.
+/// Bytes sent on the wire.
 pub const BYTES: Figure = figure(
     "bytes sent",
     |run| reported(run.source.transferred_bytes as f64),
     true,
 );
-/// Source's CPU over total time.
+/// CPU use of the source: CPU time divided by total time, in percent of a core.
 pub const SOURCE_PERCENT: Figure =
     figure("CPU % src", |run| Some(run.source.side.cpu_percent), false);
-/// Destination's CPU over total time.
+/// CPU use of the destination: CPU time divided by total time, in percent of a core.
 pub const DESTINATION_PERCENT: Figure = figure(
     "CPU % dst",
     |run| Some(run.destination.side.cpu_percent),
     false,
 );
-/// Source's CPU per GiB of pages with content.
+/// CPU time of the source per GiB of pages with content.
 pub const SOURCE_CPU: Figure = figure(
     "core-s/GiB src",
     |run| has_content(run).then_some(run.source.side.core_s_per_gib),
     true,
 );
-/// Destination's CPU per GiB of pages with content.
+/// CPU time of the destination per GiB of pages with content.
 pub const DESTINATION_CPU: Figure = figure(
     "core-s/GiB dst",
     |run| has_content(run).then_some(run.destination.side.core_s_per_gib),
     true,
 );
-/// Returns the CPU time of both sides per GiB of pages with content.
+/// Returns the CPU time of source and destination together, per GiB of pages with content.
 pub fn both_cpu(run: &Completed) -> Option<f64> {
     let source = (SOURCE_CPU.of)(run)?;
     Some(source + (DESTINATION_CPU.of)(run)?)
 }
 
-/// Source's CPU per GiB of all pages, where almost none has content.
+/// CPU time of the source per GiB of all pages, for guests whose pages are almost all zero.
 pub const SOURCE_CPU_OF_ALL: Figure = figure(
     "core-s/GiB of all pages src",
     |run| of_all(run, run.source.side.cpu_s),
     true,
 );
-/// Destination's CPU per GiB of all pages, where almost none has content.
+/// CPU time of the destination per GiB of all pages, for guests whose pages are almost all zero.
 pub const DESTINATION_CPU_OF_ALL: Figure = figure(
     "core-s/GiB of all pages dst",
     |run| of_all(run, run.destination.side.cpu_s),
     true,
 );
 
-/// All figures of a full table.
+/// All figures, in the order of a full table.
 pub const ALL: &[Figure] = &[
     TOTAL_MS,
     DOWN_MS,
@@ -101,7 +101,7 @@ pub const ALL: &[Figure] = &[
 ];
 
 impl Figure {
-    /// Returns the spread over several runs; `None` if it has no meaning for one of them.
+    /// Returns the spread of the figure over several runs; `None` if one of the runs has no value.
     pub fn spread<'a>(&self, runs: impl IntoIterator<Item = &'a Completed>) -> Option<Spread> {
         spread(
             runs.into_iter()
@@ -109,7 +109,7 @@ impl Figure {
         )
     }
 
-    /// Returns the spread as text; "n/a" if it has no meaning, "-" without runs.
+    /// Returns the spread as text; "n/a" if a run has no value, "-" without runs.
     pub fn text<'a>(&self, runs: impl IntoIterator<Item = &'a Completed>) -> String {
         let runs: Vec<_> = runs.into_iter().collect();
         match self.spread(runs.iter().copied()) {
@@ -119,7 +119,7 @@ impl Figure {
         }
     }
 
-    /// Returns the spread of the quotients Hotlift / QEMU; `None` if one has no meaning.
+    /// Returns the spread of the quotients Hotlift / QEMU of `pairs`; `None` if a quotient has no value.
     pub fn quotients(&self, pairs: &[(&Completed, &Completed)]) -> Option<Spread> {
         let of = |(ours, theirs): &(&Completed, &Completed)| {
             let quotient = (self.of)(ours).zip((self.of)(theirs));
@@ -128,7 +128,7 @@ impl Figure {
         spread(pairs.iter().map(of))
     }
 
-    /// Returns the spread of the quotients as text; empty for a figure that is not compared.
+    /// Returns the spread of the quotients as text; empty for a figure that is not compared with QEMU.
     pub fn quotient(&self, pairs: &[(&Completed, &Completed)]) -> String {
         match self.quotients(pairs) {
             _ if !self.compares => String::new(),
@@ -138,14 +138,14 @@ impl Figure {
     }
 }
 
-/// Returns those of `figures` that have a meaning for at least one of `runs`; all figures without runs.
+/// Returns the entries of `figures` that have a value for at least one of `runs`. Without runs, returns all.
 pub fn meaningful(figures: &[Figure], runs: &[&Completed]) -> Vec<Figure> {
     let mut meant = figures.to_vec();
     meant.retain(|figure| runs.is_empty() || runs.iter().any(|run| (figure.of)(run).is_some()));
     meant
 }
 
-/// Returns true if at least `LITTLE_CONTENT` of the pages had content.
+/// Returns true if the share of pages with content is at least `LITTLE_CONTENT`.
 pub fn has_content(run: &Completed) -> bool {
     let (normal, zero) = (run.source.normal_pages as f64, run.source.zero_pages as f64);
     normal >= LITTLE_CONTENT * (normal + zero)
@@ -156,7 +156,7 @@ fn of_all(run: &Completed, cpu_s: f64) -> Option<f64> {
     (!has_content(run)).then(|| cpu_s / (pages * GIB_PER_PAGE))
 }
 
-/// Returns `None` for 0: a side that does not report a figure has 0.
+/// Returns `figure`, or `None` for 0: a process that does not report a figure leaves it at 0.
 fn reported(figure: f64) -> Option<f64> {
     (figure > 0.0).then_some(figure)
 }
@@ -192,7 +192,7 @@ mod tests {
         assert_eq!(names(&[&full]), ["core-s/GiB src"]);
         assert_eq!(names(&[&empty]), ["core-s/GiB of all pages src"]);
         assert_eq!(names(&[&full, &empty]).len(), 2);
-        // A quotient has no meaning if one of its figures has none.
+        // If a figure has no value, its quotient has none either.
         assert_eq!(SOURCE_CPU.quotient(&[(&full, &empty)]), "-");
         assert_eq!(SOURCE_CPU.quotient(&[(&full, &full)]), "1.00");
     }

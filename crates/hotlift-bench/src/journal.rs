@@ -1,4 +1,4 @@
-//! `runs.jsonl`: each run is appended when it ends.
+//! The file `runs.jsonl`: each run is appended when it ends.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -10,7 +10,7 @@ use hotlift_terminal::output_file;
 use super::record::Record;
 use hotlift_mem::FileError;
 
-/// The file, and the lines that could not be written to it yet.
+/// The open file `runs.jsonl`, and lines that could not be written yet.
 #[derive(Debug)]
 pub struct Journal {
     path: PathBuf,
@@ -23,7 +23,7 @@ impl Journal {
     /// Opens `runs.jsonl` in `folder`, and creates the folder if it is missing. Earlier runs are kept.
     ///
     /// # Errors
-    /// If either cannot be created or written.
+    /// If the folder cannot be created, or the file cannot be opened for writing.
     pub fn open(folder: &Path) -> Result<Self, TerminalError> {
         let path = folder.join("runs.jsonl");
         let open = || {
@@ -39,12 +39,12 @@ impl Journal {
         })
     }
 
-    /// Returns its path.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Appends `record`. If the disk is full, the line is kept and written again with the next one; only the first
+    /// Appends `record`. If writing fails, the line is kept in memory and written with the next record. Only the first
     /// failure is reported.
     pub fn keep(&mut self, record: &Record) {
         if let Ok(mut line) = serde_json::to_vec(record) {
@@ -79,7 +79,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Writes the lines that are left, for the last time.
+    /// Tries a last time to write the lines that are still in memory.
     ///
     /// # Errors
     /// If lines remain unwritten.

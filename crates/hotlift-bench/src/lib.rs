@@ -73,10 +73,10 @@ use remote_host::RemoteHost;
 use runner::Bench;
 use suite::{Choice, Suite};
 
-/// Default folder for runs.
+/// Default of `--out`: folder for `runs.jsonl` and the report.
 const OUT: &str = "hotlift-bench-results";
 
-/// Default RAM of the matrix's guests.
+/// Default RAM of a guest in the matrix, in bytes.
 const RAM: u64 = 1 << 30;
 
 /// Flags of the program.
@@ -161,12 +161,12 @@ pub struct BenchArgs {
     matrix: MatrixArgs,
 }
 
-/// Prints `text` on standard output; the reader of a pipe may have gone.
+/// Prints `text` as a line on standard output. Ignores a closed pipe.
 fn write_line(text: impl std::fmt::Display) -> Result<(), BenchError> {
     Ok(output::result(&text.to_string()).map_err(TerminalError::Output)?)
 }
 
-/// Prints `text` on standard error as a warning of the program; ignores a reader that has gone.
+/// Prints `text` on standard error as a warning. Ignores a closed pipe.
 fn warn(text: impl std::fmt::Display) {
     warn!("hotlift-bench: {text}");
 }
@@ -240,7 +240,7 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
             break;
         }
     }
-    // Both files are written before any output: the reader of the output may have gone.
+    // Both files are written before any output, because the output may be a closed pipe.
     let kept = bench.journal.finish();
     let report = match records.is_empty() {
         true => None,
@@ -257,7 +257,7 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
     outcome(&records, &interrupt)
 }
 
-/// Returns the cells of a suite, or of the matrix.
+/// Returns the cells of a suite, or of the matrix without a suite.
 fn cells(
     args: &BenchArgs,
     suite: Option<&Suite>,
@@ -285,7 +285,7 @@ fn cells(
     only(&args.only, cells)
 }
 
-/// Returns the cells whose line contains one of `texts`; all cells if there are no texts.
+/// Returns the cells whose description contains one of `texts`. Without texts, returns all cells.
 fn only(texts: &[String], mut cells: Vec<Cell>) -> Result<Vec<Cell>, BenchError> {
     if !texts.is_empty() {
         let lines = lines(&cells)?;
@@ -297,7 +297,7 @@ fn only(texts: &[String], mut cells: Vec<Cell>) -> Result<Vec<Cell>, BenchError>
     Ok(cells)
 }
 
-/// Returns a line for each cell that distinguishes it from the others.
+/// Returns a one-line description of each cell, which differs from all other lines.
 fn lines(cells: &[Cell]) -> Result<Vec<String>, BenchError> {
     let rows = cells.iter().map(Cell::row).collect::<Result<Vec<_>, _>>()?;
     let labels = table::Labels::of(&rows);
@@ -305,7 +305,7 @@ fn lines(cells: &[Cell]) -> Result<Vec<String>, BenchError> {
     Ok(rows.iter().map(line).collect())
 }
 
-/// Returns the guest that all cells are derived from.
+/// Returns the guest settings that all cells start from.
 fn base(args: &BenchArgs, suite: Option<&Suite>) -> Result<GuestArgs, BenchError> {
     let ends = if args.to.is_none() { 2 } else { 1 };
     let ram = match args.ram {
@@ -348,7 +348,7 @@ fn dry_run(args: &BenchArgs, cells: &[Cell], here: bool) -> Result<(), BenchErro
     ))
 }
 
-/// Prints the table of `records`, which are of one suite or the matrix.
+/// Prints the table of `records`, which all belong to one suite or to the matrix.
 fn print(records: &[Record]) -> Result<(), BenchError> {
     let Some(first) = records.first() else {
         return Ok(());
@@ -368,7 +368,7 @@ fn print(records: &[Record]) -> Result<(), BenchError> {
     }
 }
 
-/// Writes `report.html` into `folder`, and returns the line that reports it.
+/// Writes `report.html` into `folder`, and returns a message with its path.
 fn write_report(folder: &Path, records: &[Record]) -> Result<String, BenchError> {
     let path = folder.join("report.html");
     std::fs::create_dir_all(folder)
@@ -378,7 +378,7 @@ fn write_report(folder: &Path, records: &[Record]) -> Result<String, BenchError>
     Ok(format!("report: {}", path.display()))
 }
 
-/// Prints the tables of kept runs, one for each suite among them, and writes their report.
+/// Prints the tables of kept runs, one for each suite, and writes their report.
 fn show_kept(files: &[PathBuf], out: Option<&Path>) -> Result<(), BenchError> {
     let mut records = Vec::new();
     for path in files {
@@ -393,7 +393,7 @@ fn show_kept(files: &[PathBuf], out: Option<&Path>) -> Result<(), BenchError> {
     write_line(report)
 }
 
-/// Returns the result of the command: a failed cell does not stop the others, but makes the command fail.
+/// Returns an error if a run failed or a signal arrived.
 fn outcome(records: &[Record], interrupt: &Interrupt) -> Result<(), BenchError> {
     if interrupt.is_raised() {
         return Err(TerminalError::Interrupted.into());

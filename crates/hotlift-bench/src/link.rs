@@ -1,4 +1,4 @@
-//! `--link`: a rate, an optional delay, and later changes of the rate.
+//! The limited link of flag `--link`: a rate, an optional delay, and later changes of the rate.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -48,7 +48,7 @@ impl FromStr for Link {
             delay: delay.map_err(|_| expected())?,
             changes,
         };
-        // Delays and changes need a token bucket, so they need a rate.
+        // Delays and changes use a token bucket, which needs a rate.
         let is_shaped = link.delay.is_some() || !link.changes.is_empty();
         (rate.is_some() || !is_shaped)
             .then_some(link)
@@ -56,7 +56,7 @@ impl FromStr for Link {
     }
 }
 
-/// Parses a rate in `tc`'s units, and returns bits per second.
+/// Parses a rate in the units of tc(8), and returns bits per second; `None` if the text is invalid.
 fn bits(text: &str) -> Option<u64> {
     let units = [("kbit", 1e3), ("mbit", 1e6), ("gbit", 1e9)];
     units.iter().find_map(|(unit, factor)| {
@@ -70,27 +70,28 @@ fn bits(text: &str) -> Option<u64> {
 }
 
 impl Link {
-    /// Returns the link as typed.
+    /// Returns the text of the flag as typed.
     pub fn text(&self) -> String {
         self.text.clone()
     }
 
-    /// Returns the rate at the start, in bits per second; `None` without a limit.
+    /// Returns the rate at the start of a run, in bits per second; `None` without a limit.
     pub fn rate(&self) -> Option<u64> {
         self.rate
     }
 
-    /// Returns the delay in each direction.
+    /// Returns the delay in each direction; `None` without a delay.
     pub fn delay(&self) -> Option<Duration> {
         self.delay
     }
 
-    /// Returns the later rates in bits per second, each with its time after the request to migrate; in order.
+    /// Returns the later rates, in order of time: the time after the request to migrate, and the rate in bits per
+    /// second.
     pub fn changes(&self) -> &[(Duration, u64)] {
         &self.changes
     }
 
-    /// Returns a description: "10 Gbit/s, 500 Mbit/s from 1s".
+    /// Returns a description for reports: "10 Gbit/s, 500 Mbit/s from 1s".
     pub fn words(&self) -> String {
         let rate = |bits: u64| rate_text(Some(bits as f64 / 8.0));
         let mut words = vec![self.rate.map_or_else(|| rate_text(None), rate)];

@@ -1,4 +1,4 @@
-//! Properties of this machine, and the guest sizes that fit into it.
+//! Properties of this machine, and guest sizes that fit into its memory.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,13 +8,13 @@ use hotlift_terminal::progress::bytes;
 use super::cell::memory;
 use super::record::Machine;
 
-/// Memory left to the rest of the machine when sizes are chosen.
+/// Memory that stays free for other processes when guest sizes are chosen, in bytes.
 const LEFT_FREE: u64 = 512 << 20;
 
-/// Smallest RAM that a guest's size is scaled down to.
+/// Smallest RAM that a guest is scaled down to, in bytes.
 const MIN_RAM: u64 = 64 << 20;
 
-/// Returns the machine's present state, with the versions that the caller has found.
+/// Returns the present state of this machine. The caller supplies the versions and the name of the destination host.
 pub fn current_state(versions: BTreeMap<String, String>, destination: Option<String>) -> Machine {
     let cpus = read("/proc/cpuinfo");
     let cpu = cpus
@@ -39,7 +39,7 @@ pub fn current_state(versions: BTreeMap<String, String>, destination: Option<Str
     }
 }
 
-/// Returns the number of cores that this process may use.
+/// Returns the number of CPU cores that this process may use; 1 if unknown.
 pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
@@ -49,8 +49,8 @@ pub fn available() -> u64 {
     meminfo("MemAvailable")
 }
 
-/// Halves `wanted` until `ends` guests of that RAM fit into the memory that is free now. Returns the RAM, and a
-/// message if it was halved.
+/// Halves `wanted`, the RAM of a guest in bytes, until `ends` guests fit into the available memory. Returns the
+/// resulting RAM, and a message if it is less than `wanted`.
 pub fn fitting(wanted: u64, ends: u64) -> (u64, Option<String>) {
     let free = available();
     let mut ram = wanted;

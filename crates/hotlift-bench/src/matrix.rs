@@ -85,7 +85,7 @@ pub struct MatrixArgs {
     with: Vec<Axis>,
 }
 
-/// An option and its values.
+/// An option of a migration, and the values to run.
 #[derive(Debug, Clone)]
 struct Axis {
     name: &'static str,
@@ -110,7 +110,7 @@ fn axis(text: &str) -> Result<Axis, String> {
 }
 
 impl MatrixArgs {
-    /// Returns every combination once, for a guest like `base`.
+    /// Returns a cell for every combination, each once. `base` has the other settings of the guest.
     ///
     /// # Errors
     /// If a value is out of range, or options conflict.
@@ -134,11 +134,11 @@ impl MatrixArgs {
         Ok(cells)
     }
 
-    /// Returns each of `migrations` with every combination of `--with`, without the options named `but`. Removes
-    /// options without effect from each: levels, channels and devices do nothing with some methods.
+    /// Returns each of `migrations` with every combination of `--with`, except the options named in `but`. Removes
+    /// options that have no effect: some methods use no levels, channels or devices.
     ///
     /// # Errors
-    /// If options conflict, or an option of `--with` has no effect in any of them.
+    /// If options conflict, or an option of `--with` has no effect in any of the results.
     pub fn with_each(
         &self,
         mut migrations: Vec<MigrationArgs>,
@@ -162,7 +162,7 @@ impl MatrixArgs {
         Ok(effective)
     }
 
-    /// Returns the first value of `name` in `--with`.
+    /// Returns the first value that `--with` gives for option `name`; `None` if `--with` does not name the option.
     pub fn given(&self, name: &str) -> Option<&str> {
         let axis = self.with.iter().find(|axis| axis.name == name)?;
         axis.values.first().map(|given| given.text.as_str())
@@ -173,17 +173,17 @@ impl MatrixArgs {
         self.with.iter().map(|axis| axis.name)
     }
 
-    /// Returns the first fill, which suites use.
+    /// Returns the first value of `--fill`, which suites use.
     pub fn fill(&self) -> Fill {
         self.fills.first().cloned().unwrap_or(Fill::Generated)
     }
 
-    /// Returns the first fill that is a file.
+    /// Returns the first value of `--fill` that is a memory image; `None` without an image.
     pub fn image(&self) -> Option<Fill> {
         self.fills.iter().find(|fill| fill.is_file()).cloned()
     }
 
-    /// Returns the first guest.
+    /// Returns the first value of `--guest`.
     pub fn guest(&self) -> GuestChoice {
         self.guests.first().copied().unwrap_or(GuestChoice::Auto)
     }
@@ -233,7 +233,7 @@ impl MatrixArgs {
     }
 }
 
-/// Returns each of `bases` with each of `values` set in it.
+/// Returns a copy of each of `bases` for each of `values`. `set` writes the value into the copy.
 pub fn each<T: Clone, V>(bases: &[T], values: &[V], set: impl Fn(&mut T, &V)) -> Vec<T> {
     let mut all = Vec::new();
     for base in bases {
@@ -246,10 +246,11 @@ pub fn each<T: Clone, V>(bases: &[T], values: &[V], set: impl Fn(&mut T, &V)) ->
     all
 }
 
-/// Adds `cell` unless a cell with the same row exists: levels and channels do nothing with some methods.
+/// Adds `cell` unless `cells` has a cell with an equal row. Equal rows occur because some methods use no levels or
+/// channels.
 ///
 /// # Errors
-/// If its options conflict.
+/// If options of the cell conflict.
 pub fn add_new(cells: &mut Vec<Cell>, cell: Cell) -> Result<(), OptionError> {
     let row = cell.row()?;
     for known in cells.iter() {
@@ -261,7 +262,7 @@ pub fn add_new(cells: &mut Vec<Cell>, cell: Cell) -> Result<(), OptionError> {
     Ok(())
 }
 
-/// Returns `cells` with the same for QEMU, and with `relays` also for QEMUs with relays in between.
+/// Returns `cells` and the same cells for QEMU. With `relays`, also adds cells for QEMUs with two relays between them.
 ///
 /// # Errors
 /// If options conflict.
@@ -281,7 +282,7 @@ pub fn beside_qemu(cells: Vec<Cell>, relays: bool) -> Result<Vec<Cell>, OptionEr
             ..of_qemu.clone()
         };
         add_new(&mut both, cell)?;
-        // Two kinds of our guest map to the same kind of QEMU's.
+        // Two kinds of Hotlift's guest map to one kind of QEMU's guest.
         add_new(&mut both, of_qemu)?;
         if relays {
             add_new(&mut both, relayed)?;

@@ -1,5 +1,5 @@
-//! A real limit on one machine: source and destination run in two network namespaces, joined by a veth pair
-//! with a token bucket at each end.
+//! A real link limit on one machine. Source and destination run in two network namespaces, joined by a veth pair with a
+//! token bucket at each end.
 
 use std::ffi::OsString;
 use std::io::Read;
@@ -14,23 +14,24 @@ use crate::child_process::ChildProcess;
 use crate::error::BenchError;
 use crate::link::Link;
 
-/// RFC 5737: documentation addresses, which are not routed.
+/// Addresses of both ends: documentation addresses (RFC 5737), which are not routed.
 const ADDRESSES: [&str; 2] = ["192.0.2.1", "192.0.2.2"];
 
-/// tc-tbf(8): the bucket must hold the bytes that the rate carries in one timer tick (HZ=100), and some more; and
-/// a packet of 64 KiB before segmentation.
+/// Size of the token bucket, as time at the link's rate. tc-tbf(8): the bucket must hold more than the bytes of one
+/// timer tick (10 ms with HZ=100), and at least a packet of 64 KiB before segmentation.
 const BURST: Duration = Duration::from_millis(12);
 const MIN_BURST: u64 = 128 << 10;
 
-/// Longest queue before the bucket, as in a port of a switch.
+/// Limit of the queue in front of the token bucket, as time at the link's rate; similar to a switch port.
 const QUEUE: &str = "20ms";
 
-/// TCP's congestion control on both ends, independent of the host's setting: with BBR 256 MiB over 5 Gbit/s took 440 to
-/// 760 ms, and up to three times the CPU; with Reno 440. Every kernel has Reno, and every namespace allows it. With
-/// delays as short as these CUBIC, Linux' default, sends as Reno does (RFC 9438, 4.3).
+/// Command that selects TCP Reno as congestion control on both ends, independent of the host's setting. Measured with
+/// 256 MiB over 5 Gbit/s: 440 ms with Reno; 440 to 760 ms and up to three times the CPU with BBR. Every kernel has
+/// Reno, and every namespace allows it. With delays as short as these CUBIC, Linux' default, sends as Reno does (RFC
+/// 9438, 4.3).
 const CONGESTION_CONTROL: &str = "echo reno >/proc/sys/net/ipv4/tcp_congestion_control";
 
-/// The two namespaces; they have no name, and end with the processes that hold them.
+/// Two joined network namespaces. They are anonymous, and the kernel removes them when their processes end.
 #[derive(Debug)]
 pub struct NamespacePair {
     holders: [Holder; 2],
@@ -40,7 +41,7 @@ impl NamespacePair {
     /// Creates the namespaces, without a limit. Needs root.
     ///
     /// # Errors
-    /// If they cannot be created.
+    /// If the namespaces cannot be created.
     pub fn make() -> Result<Self, BenchError> {
         let holders = [Holder::start()?, Holder::start()?];
         let [first, second] = &holders;
@@ -61,7 +62,7 @@ impl NamespacePair {
         Ok(Self { holders })
     }
 
-    /// Returns the place where both ends of a migration start `program`.
+    /// Returns the namespaces as the place where both sides of a migration start `program`.
     pub fn place(&self, program: PathBuf) -> ProcessPlace {
         let [source, destination] = &self.holders;
         ProcessPlace {
@@ -72,24 +73,25 @@ impl NamespacePair {
         }
     }
 
-    /// Returns the two ends of the link.
+    /// Returns the two ends of the link between the namespaces.
     pub fn ends(&self) -> Ends {
         Ends(self.holders.each_ref().map(Holder::end))
     }
 }
 
-/// The ends of a link; each can be shaped.
+/// The two ends of a link; the rate and delay of each end can be limited.
 #[derive(Debug, Clone)]
 pub struct Ends([End; 2]);
 
 impl Ends {
-    /// Shapes both ends with the start rate and delay of `link`, and replaces any earlier shaping.
+    /// Limits both ends to the start rate and delay of `link`, and replaces any earlier limit.
     ///
     /// # Errors
     /// If `tc` fails; for a delay, also if this kernel has no netem.
     pub fn shape(&self, link: &Link) -> Result<(), BenchError> {
         for end in &self.0 {
-            // Fails the first time, when there is no qdisc. Later it also drops packets that are still queued.
+            // Fails on the first call, when there is no qdisc. On later calls it also drops packets that are still
+            // queued.
             let _ = end.run("tc qdisc del dev veth root");
             let Some(rate) = link.rate() else { continue };
             end.run(&bucket("add", rate))?;
@@ -120,7 +122,7 @@ impl Ends {
     }
 }
 
-/// Returns the command that adds or changes a token bucket.
+/// Returns the command that adds or changes a token bucket, depending on `verb`.
 fn bucket(verb: &str, rate: u64) -> String {
     let burst = u128::from(rate / 8) * BURST.as_millis() / 1000;
     let burst = u64::try_from(burst).unwrap_or(u64::MAX).max(MIN_BURST);
@@ -129,7 +131,7 @@ fn bucket(verb: &str, rate: u64) -> String {
     )
 }
 
-/// A namespace, as the command that enters it.
+/// One end of the link: the command that enters its namespace.
 #[derive(Debug, Clone)]
 struct End {
     enter: Vec<String>,
@@ -151,14 +153,14 @@ fn words(command: &str) -> Vec<&str> {
     command.split(' ').collect()
 }
 
-/// A process in a network namespace of its own, which keeps the namespace alive.
+/// A process in a new network namespace, which exists as long as the process runs.
 #[derive(Debug)]
 struct Holder(ChildProcess);
 
 impl Holder {
     fn start() -> Result<Self, BenchError> {
         let failed = TerminalError::process("setpriv … unshare --net");
-        // The output comes from inside the namespace: when it arrives, the namespace exists.
+        // The process prints from inside the namespace. When its output arrives, the namespace exists.
         let words = [
             "unshare",
             "--net",

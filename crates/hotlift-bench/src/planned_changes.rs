@@ -1,4 +1,4 @@
-//! Changes during a run: the rate of its link, and a busy neighbour that takes a core.
+//! Changes during a run: the rate of the link, and a busy thread that occupies a core.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,19 +12,19 @@ use crate::cell::Cell;
 use crate::namespaces::Ends;
 use crate::warn;
 
-/// Steps of the neighbour between two checks of the stop flag: some tens of microseconds.
+/// Loop steps of the busy thread between two checks of the stop flag: some tens of microseconds.
 const STEPS: u64 = 1 << 16;
 
 /// A change during a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Event {
-    /// The link's new rate in bits per second.
+    /// The new rate of the link, in bits per second.
     Rate(u64),
-    /// A busy thread takes a core.
+    /// A busy thread occupies a core until the run ends.
     Neighbour,
 }
 
-/// The changes planned for a cell. When it is dropped, no further change happens, and the neighbour ends.
+/// The changes planned for one run of a cell. On drop, cancels later changes, and the busy thread ends.
 pub struct PlannedChanges {
     events: Vec<(Duration, Event)>,
     ends: Option<Ends>,
@@ -32,7 +32,7 @@ pub struct PlannedChanges {
 }
 
 impl PlannedChanges {
-    /// Returns all changes of `cell`; `ends` are the ends of its link, if it has one.
+    /// Returns all planned changes of `cell`. `ends` are the ends of the link; `None` without a limited link.
     pub fn of(cell: &Cell, ends: Option<Ends>) -> Self {
         Self {
             events: events(cell),
@@ -41,7 +41,8 @@ impl PlannedChanges {
         }
     }
 
-    /// Starts the clock: the request to migrate was made `elapsed` ago. Only the first call has an effect.
+    /// Starts the clock of the changes. The request to migrate was made `elapsed` ago. Only the first call has an
+    /// effect.
     pub fn begin(&mut self, elapsed: Duration) {
         if self.events.is_empty() || self.under_way.is_some() {
             return;
@@ -65,7 +66,7 @@ impl Drop for PlannedChanges {
     }
 }
 
-/// Returns the changes of `cell`, ordered by time.
+/// Returns the changes of `cell` with their time after the request to migrate, ordered by time.
 fn events(cell: &Cell) -> Vec<(Duration, Event)> {
     let changes = cell.link.iter().flat_map(|link| link.changes());
     let rates = changes.map(|(at, rate)| (*at, Event::Rate(*rate)));
@@ -75,7 +76,7 @@ fn events(cell: &Cell) -> Vec<(Duration, Event)> {
     events
 }
 
-/// Makes each of `events` at its time after `start`, until the sender of `stopped` is dropped.
+/// Applies each of `events` at its time after `start`. Ends early when the sender of `stopped` is dropped.
 fn apply_events(
     events: &[(Duration, Event)],
     ends: Option<&Ends>,
@@ -106,7 +107,7 @@ fn apply_events(
     });
 }
 
-/// Keeps the last of the cores that this process may use busy.
+/// Keeps the last core that this process may use busy until `is_wanted` is false.
 fn take_a_core(is_wanted: &AtomicBool) {
     let last = sched_getaffinity(None).ok().and_then(|all| {
         let mut cores = (0..CpuSet::MAX_CPU).rev();
@@ -119,7 +120,7 @@ fn take_a_core(is_wanted: &AtomicBool) {
             warn(format!("the neighbour has no core of its own: {error}"));
         }
     }
-    // Work, not pause instructions: those show a hypervisor that the core is free.
+    // Works instead of pausing: pause instructions show a hypervisor that the core is free.
     while is_wanted.load(Ordering::Relaxed) {
         for step in 0..STEPS {
             black_box(step);
@@ -157,7 +158,7 @@ mod tests {
         during.begin(Duration::ZERO);
         let (_, thread) = during.under_way.as_ref().expect("it is under way");
         assert!(!thread.is_finished());
-        // Dropping would never return if the neighbour kept running.
+        // The drop would block forever if the busy thread kept running.
         drop(during);
     }
 }

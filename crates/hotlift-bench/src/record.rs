@@ -1,6 +1,6 @@
-//! One migration of a bench, as a line of `runs.jsonl`: its settings, its machine and its outcome.
+//! One migration run of a bench, as a line of `runs.jsonl`: its settings, its machine and its outcome.
 //!
-//! All tables and reports are made from such lines, so that kept runs can be read again.
+//! All tables and reports are made from these lines, so they can be made again from kept files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -14,86 +14,86 @@ use serde::{Deserialize, Serialize};
 
 use super::link::Link;
 
-/// One run.
+/// One run of a migration: settings, machine and outcome.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     /// "matrix", or the name of the suite.
     pub suite: String,
-    /// Name of the call of `hotlift-bench` that this run belongs to; runs of one series were interleaved.
+    /// Name of the call of `hotlift-bench` that this run belongs to. Runs of one call alternate between the rows.
     pub series: String,
-    /// Number of the run in its series, from 1, in the order in which they ran.
+    /// Number of the run in its call of `hotlift-bench`, from 1, in the order in which the runs started.
     pub number: u32,
-    /// Number of earlier runs of the row in this series, plus 1. Equal repeats of two rows ran
-    /// in the same turn of the matrix, so quotients are made of runs with the same repeat.
+    /// Repeat number: earlier runs of the same row in this call of `hotlift-bench`, plus 1. Runs of two rows with the
+    /// same repeat number ran close in time, so quotients are made of such runs.
     pub repeat: u32,
-    /// Time at its start: UTC, in the format of RFC 3339.
+    /// Start time of the run: UTC, in the format of RFC 3339.
     pub time: String,
-    /// Its settings.
+    /// Settings of the run.
     pub row: Row,
-    /// The machine that it ran on.
+    /// Machine on which the source ran.
     pub machine: Machine,
-    /// Its outcome.
+    /// Outcome of the run.
     pub outcome: Outcome,
 }
 
-/// The settings of a run: two runs with equal rows repeat each other.
+/// Settings of a run. Runs with equal rows are repeats of each other.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Row {
     /// Program that migrated the guest.
     pub engine: Engine,
     /// Page compression method; "compress" for compression threads on the main channel.
     pub method: String,
-    /// Level of the method, if it has levels.
+    /// Level of the method; `None` if the method has no levels.
     pub level: Option<u8>,
-    /// multifd channels; 0 without multifd.
+    /// Number of multifd channels; 0 without multifd.
     pub channels: u8,
-    /// The option's value, as typed.
+    /// Value of the option `zero-page-detection`, as typed.
     pub zero_page_detection: String,
-    /// Limit of the migration, in bytes per second; 0 is unlimited.
+    /// Limit of the migration's bandwidth, in bytes per second; 0 is unlimited.
     pub max_bandwidth: u64,
-    /// Limit of the link itself, as typed ("1gbit"); `None` without a limit.
+    /// Limit of the network link, as typed ("1gbit"); `None` without a limit.
     pub link: Option<String>,
-    /// Time after the request to migrate at which a busy thread took a core ("2s").
+    /// Time after the request to migrate at which a busy thread occupied a core ("2s"); `None` without such a thread.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub neighbour: Option<String>,
-    /// The guest.
+    /// The guest that is migrated.
     pub guest: GuestRow,
-    /// All other given options, by name, as typed.
+    /// All other options that were set, as typed, by name.
     pub options: BTreeMap<String, String>,
 }
 
-/// The guest of a run.
+/// Settings of the guest of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GuestRow {
-    /// "kvm" or "threads"; for QEMU "kvm" or "tcg".
+    /// Kind of guest: "kvm" or "threads"; for QEMU "kvm" or "tcg".
     pub kind: String,
     /// Number of vCPUs.
     pub vcpus: u8,
-    /// Bytes of RAM.
+    /// RAM, in bytes.
     pub ram_bytes: u64,
-    /// "generated", "zero", or the folder or file that RAM was filled from.
+    /// Content of RAM: "generated", "zero", or the path of the folder or file that RAM was filled from.
     pub fill: String,
-    /// Share of pages that stay zero, 0 to 1; `None` for a file that keeps its own zero pages.
+    /// Share of pages that stay zero, 0 to 1; `None` for a memory image, which has its own zero pages.
     pub zero_share: Option<f64>,
-    /// True if zero pages were written once, so that they are allocated.
+    /// True if every zero page was written once, which allocates it.
     pub zero_touched: bool,
-    /// "idle", "random", "sequential" or "hotset".
+    /// Write pattern: "idle", "random", "sequential" or "hotset".
     pub workload: String,
-    /// Pages written per second; 0 if idle.
+    /// Pages that the guest writes per second; 0 if idle.
     pub rate: u64,
-    /// Bytes of the working set.
+    /// Size of the working set, in bytes.
     pub working_set: u64,
 }
 
-/// Program that migrated a guest.
+/// Program that migrates a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Engine {
-    /// Hotlift to Hotlift.
+    /// A Hotlift guest to a Hotlift guest.
     Hotlift,
-    /// QEMU to QEMU.
+    /// A QEMU to a QEMU.
     Qemu,
-    /// QEMU to QEMU, uncompressed, through two relays that use the row's method.
+    /// A QEMU to a QEMU through two relays. The relays use the row's method; the QEMUs do not compress.
     Relay,
 }
 
@@ -102,39 +102,39 @@ pub enum Engine {
 pub struct Machine {
     /// Model name of the CPU.
     pub cpu: String,
-    /// Cores that the bench may use.
+    /// Number of CPU cores that the bench may use.
     pub cores: usize,
-    /// Bytes of memory.
+    /// Memory of the machine, in bytes.
     pub memory_bytes: u64,
-    /// Kernel release.
+    /// Release of the kernel.
     pub kernel: String,
-    /// Load average of the last minute, just before the run: other work shows here.
+    /// Load average of the last minute before the run; shows whether other programs used the machine.
     pub load: f64,
-    /// Versions by name: hotlift, qemu, the method's library.
+    /// Versions by program or library: hotlift, qemu, the method's library.
     pub versions: BTreeMap<String, String>,
-    /// The command line of the bench.
+    /// Command line of the bench.
     pub command: Vec<String>,
-    /// The other host, if the destination was there.
+    /// Name of the destination host; `None` if the destination was on this machine.
     pub destination: Option<String>,
-    /// CPU time of TLS's cipher alone, measured just before a run over TLS.
+    /// Speed of the TLS cipher, measured just before a run over TLS; `None` for other runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cipher: Option<CipherSpeed>,
 }
 
-/// CPU time of AES-128-GCM for memory that is in no cache, in core-seconds per GiB.
+/// CPU time of AES-128-GCM for memory outside the CPU caches, in core-seconds per GiB.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct CipherSpeed {
-    /// CPU time to encrypt.
+    /// CPU time to encrypt, in core-seconds per GiB.
     pub seal: f64,
-    /// CPU time to decrypt.
+    /// CPU time to decrypt, in core-seconds per GiB.
     pub open: f64,
 }
 
 impl CipherSpeed {
-    /// Bytes that are encrypted for the measurement: more than the caches, which would halve the time.
+    /// Bytes to encrypt in the measurement. They exceed the CPU caches: data in the caches takes half the time.
     const MEMORY: usize = 256 << 20;
 
-    /// Measures the cipher, which takes some tenths of a second. `None` if there is not enough memory.
+    /// Measures the cipher in some tenths of a second. `None` if there is not enough memory.
     pub fn measure() -> Option<Self> {
         let mut memory = Vec::new();
         memory.try_reserve_exact(Self::MEMORY).ok()?;
@@ -153,59 +153,59 @@ impl CipherSpeed {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// The destination runs the guest.
+    /// The migration succeeded: the destination runs the guest.
     Completed(Box<Completed>),
-    /// The destination does not run the guest.
+    /// The migration failed: the destination does not run the guest.
     Failed {
         /// The reason, in one line.
         error: String,
     },
-    /// The run was not tried.
+    /// The run was not started.
     Skipped {
-        /// The reason, in one line: a method that this QEMU lacks, memory that this machine lacks.
+        /// The reason, in one line: this QEMU lacks the method, or this machine lacks memory.
         reason: String,
     },
 }
 
-/// Figures of a run that completed. QEMU's figures are those that QEMU reports, with the kernel's CPU times;
-/// a figure that QEMU does not report is 0 or empty.
+/// Figures of a completed run. For QEMU, these are the figures that QEMU reports, with CPU times from the kernel. A
+/// figure that QEMU does not report is 0 or empty.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Completed {
-    /// True if RAM has the expected content; `None` if it could not be checked.
+    /// True if RAM at the destination has the expected content; `None` if the content could not be checked.
     pub verified: Option<bool>,
-    /// Counts of the content of RAM at the start; `None` in records of older versions.
+    /// Counts of the kinds of pages in RAM at the start; `None` in records of older versions.
     #[serde(default)]
     pub filled: Option<Filling>,
     /// The source's figures.
     pub source: SourceReport,
     /// The destination's figures.
     pub destination: DestinationReport,
-    /// The kernel's counts for each thread of the source.
+    /// The kernel's counts for each thread of the source process.
     pub source_threads: Vec<ThreadCounts>,
-    /// The same for the destination; empty if that is on another host.
+    /// The kernel's counts for each thread of the destination process; empty if the destination is on another host.
     pub destination_threads: Vec<ThreadCounts>,
-    /// Moments of the migration, in order.
+    /// Progress reports of the migration, in order of time.
     pub timeline: Vec<ProgressSnapshot>,
 }
 
-/// The kernel's counts for a thread (`proc_pid_stat(5)`, `proc_pid_status(5)`), from the
-/// start of the migration until the last sample, some milliseconds before its end.
+/// The kernel's counts for one thread (`proc_pid_stat(5)`, `proc_pid_status(5)`). They cover the time from the start of
+/// the migration until the last sample, some milliseconds before the thread's end.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ThreadCounts {
     /// Name of the thread.
     pub name: String,
-    /// User and system time, in seconds.
+    /// User and system CPU time, in seconds.
     pub cpu_s: f64,
-    /// Voluntary context switches: the thread waited for a futex or a socket.
+    /// Voluntary context switches: the thread waited, for example for a futex or a socket.
     pub waits: u64,
-    /// Involuntary context switches.
+    /// Involuntary context switches: the kernel preempted the thread.
     pub preempted: u64,
-    /// Minor and major page faults.
+    /// Page faults, minor and major.
     pub page_faults: u64,
 }
 
 impl Machine {
-    /// Returns the properties that distinguish machines in records: CPU, cores, kernel, and the other host.
+    /// Returns the properties that distinguish machines: CPU model, number of cores, kernel, and the destination host.
     pub fn identity(&self) -> (&str, usize, &str, Option<&str>) {
         let other = self.destination.as_deref();
         (&self.cpu, self.cores, &self.kernel, other)
@@ -213,7 +213,7 @@ impl Machine {
 }
 
 impl Completed {
-    /// Returns the accelerators that both sides used.
+    /// Returns the accelerator devices that source and destination used.
     pub fn devices(&self) -> impl Iterator<Item = &str> {
         let sides = [&self.source.side, &self.destination.side].into_iter();
         let all = sides.flat_map(|side| side.jobs.devices.iter().chain(&side.zero_jobs.devices));
@@ -222,7 +222,7 @@ impl Completed {
 }
 
 impl Record {
-    /// Returns the figures, if the migration completed.
+    /// Returns the figures of a completed migration; `None` if the run failed or was skipped.
     pub fn completed(&self) -> Option<&Completed> {
         match &self.outcome {
             Outcome::Completed(completed) => Some(completed),
@@ -249,7 +249,7 @@ pub fn program_names<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<S
 }
 
 impl Row {
-    /// Returns the program that migrates: "Hotlift", "QEMU", "relayed QEMU".
+    /// Returns the name of the program: "Hotlift", "QEMU", "relayed QEMU".
     pub fn program_name(&self) -> &'static str {
         match self.engine {
             Engine::Hotlift => "Hotlift",
@@ -258,13 +258,14 @@ impl Row {
         }
     }
 
-    /// Returns true if Hotlift does the work, alone or between QEMUs: such rows are compared with QEMU's.
+    /// Returns true if Hotlift does the work, alone or as relays between QEMUs. Tables compare such rows with QEMU's
+    /// rows.
     pub fn is_ours(&self) -> bool {
         self.engine != Engine::Qemu
     }
 
-    /// Returns true if `other` has the same guest under the same conditions, so that they differ only in their migration
-    /// options. The kind of guest is not compared: QEMU's guests are always of another kind than Hotlift's.
+    /// Returns true if `other` has the same guest, link, bandwidth limit and busy thread. Only other migration options may
+    /// differ. The kind of guest is not compared, because QEMU's kinds always differ from Hotlift's.
     pub fn is_comparable(&self, other: &Self) -> bool {
         fn wire(row: &Row) -> (&Option<String>, u64, &Option<String>) {
             (&row.link, row.max_bandwidth, &row.neighbour)
@@ -274,12 +275,12 @@ impl Row {
         wire(self) == wire(other) && self.guest == guest
     }
 
-    /// Returns the link, if it was limited.
+    /// Returns the limited link of the run; `None` without a limit.
     pub fn link(&self) -> Option<Link> {
         self.link.as_ref()?.parse().ok()
     }
 
-    /// Returns the method and its level: "zstd 1", "none".
+    /// Returns the method, with its level if it has one: "zstd 1", "none".
     pub fn method_and_level(&self) -> String {
         match self.level {
             Some(level) => format!("{} {level}", self.method),
@@ -288,10 +289,10 @@ impl Row {
     }
 }
 
-/// Returns the records of a `runs.jsonl`, in its order.
+/// Returns the records in a `runs.jsonl`, in the order of the file.
 ///
 /// # Errors
-/// If it cannot be read, or a line is not a record; the error names the line.
+/// If the file cannot be read, or a line is not a record. The error contains the line number.
 pub fn read(path: &Path) -> Result<Vec<Record>, FileError> {
     let failed = FileError::of("inspect", path);
     let text = std::fs::read_to_string(path).map_err(failed)?;
@@ -306,7 +307,7 @@ pub fn read(path: &Path) -> Result<Vec<Record>, FileError> {
 pub mod tests {
     use super::*;
 
-    /// Returns a record for tests of tables.
+    /// Returns a record that tests of tables can modify.
     pub fn example() -> Record {
         Record {
             suite: "matrix".to_owned(),

@@ -1,4 +1,4 @@
-//! The destination on another host: `hotlift-bench --serve` there starts a guest for each run here.
+//! Runs whose destination is on another host. There, `hotlift-bench --serve` starts a guest for each run.
 //!
 //! ```text
 //! hotlift-bench --to         hotlift-bench --serve
@@ -6,8 +6,8 @@
 //!                  <----     the events of that process, one per line
 //! ```
 //!
-//! A connection is one run; when it closes, the guest there ends. Input of the peer reaches a command line
-//! only as a number in range or as a value that the table of options accepts.
+//! Each connection is one run. When the connection closes, the destination's guest is killed. Settings from the peer
+//! reach a command line only after a check: as a number in range, or as a value that the table of options accepts.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -39,10 +39,10 @@ use super::cell::{Cell, memory};
 use super::machine;
 use crate::error::BenchError;
 
-/// Maximum number of options of a run; the table of options has fewer.
+/// Maximum number of options in a request; the table of options has fewer.
 const MAX_OPTIONS: usize = 256;
 
-/// Settings of the destination of a run.
+/// Settings of a run that the destination host receives.
 #[derive(Debug, Serialize, Deserialize)]
 struct Wanted {
     guest: String,
@@ -55,7 +55,7 @@ impl OpeningRequest for Wanted {
     const ROLE: &'static str = "bench";
 }
 
-/// Address of `hotlift-bench --serve`.
+/// Address of a `hotlift-bench --serve` on another host.
 #[derive(Debug, Clone)]
 pub struct RemoteHost {
     address: Address,
@@ -63,10 +63,10 @@ pub struct RemoteHost {
 }
 
 impl RemoteHost {
-    /// Creates the address from `tcp:HOST:PORT`.
+    /// Creates the address from `tcp:HOST:PORT`. `security` has the TLS settings of the connection.
     ///
     /// # Errors
-    /// If it is a UNIX socket.
+    /// If `address` is a UNIX socket.
     pub fn new(address: &Address, security: &SecurityArgs) -> Result<Self, BenchError> {
         match address {
             Address::Tcp { .. } => Ok(Self {
@@ -77,16 +77,17 @@ impl RemoteHost {
         }
     }
 
-    /// Returns the host's name in records.
+    /// Returns the name of the host, as records contain it.
     pub fn name(&self) -> String {
         let text = self.address.to_string();
         text.strip_prefix("tcp:").unwrap_or(&text).to_owned()
     }
 
-    /// Requests the destination of `cell`. A host that sends nothing for longer than `limit` counts as gone.
+    /// Requests a destination for `cell` from the other host. A host that sends nothing for longer than `limit` counts
+    /// as lost.
     ///
     /// # Errors
-    /// If it cannot be reached.
+    /// If the host cannot be reached.
     pub fn destination(
         &self,
         cell: &Cell,
@@ -105,7 +106,7 @@ impl RemoteHost {
     fn ask(&self, cell: &Cell, interrupt: &Interrupt) -> Result<Conversation, BenchError> {
         let (ended, ends) = end_of_thread()?;
         let host = self.clone();
-        // Neither a name lookup nor a silent host can be interrupted, so a separate thread waits for them.
+        // A name lookup or a silent host cannot be interrupted, so a separate thread waits for the connection.
         let connection = thread::spawn(move || {
             let _ends = ends;
             connect(&host.address, "--to", host.tls.as_deref())
@@ -121,7 +122,7 @@ impl RemoteHost {
             Err(_) => return Err(TerminalError::Interrupted.into()),
         };
         let given = cell.migration.given().iter();
-        // TLS is each host's own.
+        // Each host has its own TLS options.
         let given = given.filter(|given| !given.option.group.is_of_tls());
         let given = given.map(|given| (given.option.name.to_owned(), given.text.clone()));
         let wanted = Wanted {
@@ -136,7 +137,7 @@ impl RemoteHost {
     }
 }
 
-/// Returns the next message; `None` if none arrives within `limit`, or before a signal.
+/// Returns the next message; `None` if no message arrives within `limit`, or if a signal arrives first.
 fn receive<T: DeserializeOwned>(
     conversation: &mut Conversation,
     limit: Duration,
@@ -151,10 +152,10 @@ fn receive<T: DeserializeOwned>(
     }
 }
 
-/// Serves runs until a signal arrives, one at a time; their guests are processes of `hotlift`.
+/// Serves runs, one at a time, until a signal arrives. Each run's guest is a process of `hotlift`.
 ///
 /// # Errors
-/// If it cannot listen.
+/// If the address cannot be listened on.
 pub fn serve(
     at: &Address,
     hotlift: &Path,
@@ -181,7 +182,7 @@ pub fn serve(
         };
         let peer = call.conversation.stream().peer_host();
         match serve_one(call, hotlift, security, interrupt) {
-            // The reader of the output may have gone; the next run is served anyway.
+            // A closed output pipe is ignored, and the next run is served.
             Ok(what) => {
                 let _ = super::write_line(format!("{peer}: {what}"));
             }
@@ -191,7 +192,7 @@ pub fn serve(
     Ok(())
 }
 
-/// Serves one run, and returns a description of it.
+/// Serves one run, and returns a description of the run for the output.
 fn serve_one(
     call: Call<Wanted>,
     hotlift: &Path,
@@ -216,7 +217,7 @@ fn serve_one(
             let refused = Event::Failed {
                 error: format!("the other host refuses: {reason}"),
             };
-            // Ignored: the client may have gone.
+            // Send errors are ignored, because the client may have closed the connection.
             let _ = conversation.send(&refused);
             return Ok(format!("refused: {reason}"));
         }
@@ -239,7 +240,7 @@ fn serve_one(
     let (done, is_done) = io::pipe()?;
     thread::scope(|scope| {
         let child = &mut child;
-        // When the source's connection closes, its guest must end here: it would wait forever.
+        // When the source closes the connection, the destination's guest must be killed. It would wait forever.
         scope.spawn(move || end_with(child, &mut conversation, done.as_fd(), interrupt));
         let _is_done = is_done;
         let mut events = events.into_iter().flatten();
@@ -250,7 +251,7 @@ fn serve_one(
     Ok(format!("a run with {}", summary(&wanted)))
 }
 
-/// Kills `child` when the connection closes or a signal arrives; returns without it once `done` is readable.
+/// Kills `child` when the connection closes or a signal arrives. Returns without killing once `done` is readable.
 fn end_with(
     child: &mut Child,
     conversation: &mut Conversation,
@@ -267,7 +268,7 @@ fn end_with(
     }
 }
 
-/// Returns the settings as flags of `guest run`; each is checked here first.
+/// Converts the settings to flags of `guest run`, and checks each setting first.
 fn flags(wanted: &Wanted) -> Result<Vec<String>, String> {
     let kind = wanted
         .guest
@@ -343,7 +344,7 @@ mod tests {
                 .is_none()
         );
         let writer = std::thread::spawn(move || {
-            // Ends when the other side closes the connection at its limit.
+            // Ends when the reader closes the connection at the size limit.
             while theirs.write_all(&[b'x'; 4096]).is_ok() {}
         });
         let interrupt = Interrupt::catch().unwrap();

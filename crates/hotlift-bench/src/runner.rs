@@ -1,4 +1,4 @@
-//! Runs the cells in random order, as often as requested, and keeps each run when it ends.
+//! Runs the cells in random order, the requested number of times, and keeps the record of each run when it ends.
 
 use std::collections::BTreeMap;
 use std::io::IsTerminal;
@@ -24,37 +24,37 @@ use super::remote_host::RemoteHost;
 use super::table::Labels;
 use crate::error::BenchError;
 
-/// State that all runs of one call share.
+/// State that all runs of one call of `hotlift-bench` share.
 pub struct Bench<'a> {
-    /// The `hotlift` to measure.
+    /// The `hotlift` command to measure.
     pub hotlift: Hotlift,
     /// "matrix", or the name of the suite.
     pub suite: String,
     /// Seed of the random order.
     pub seed: u64,
-    /// Runs of each cell.
+    /// Number of runs of each cell.
     pub repeats: u32,
-    /// Time limit of a run.
+    /// Time limit of one run.
     pub limit: Duration,
-    /// Names and values of the options for TLS of both sides.
+    /// Names and values of the TLS options that both sides use.
     pub security: Vec<(String, String)>,
-    /// The two namespaces of cells with a link.
+    /// The two network namespaces for cells with a limited link; `None` if no cell has such a link.
     pub joined: Option<NamespacePair>,
-    /// The other host, if the destination is there.
+    /// The destination host; `None` if the destination is on this host.
     pub remote: Option<RemoteHost>,
-    /// The QEMU for cells that run QEMU.
+    /// The QEMU for cells that run QEMU; `None` without such cells.
     pub qemu: Option<Program>,
-    /// Certificates for the cells that use them.
+    /// The TLS certificates for cells that use them; `None` without such cells.
     pub certificates: Option<Certificates>,
-    /// Journal of the runs.
+    /// The file that each record is appended to.
     pub journal: Journal,
     /// Signals that end the bench.
     pub interrupt: &'a Interrupt,
 }
 
 impl Bench<'_> {
-    /// Runs every cell `repeats` times. If a cell fails, a warning is printed, and the others still run. After a signal
-    /// the current run is dropped, and the completed runs are returned.
+    /// Runs every cell `repeats` times. If a run fails, prints a warning and continues with the next run. After a
+    /// signal, discards the current run and returns the records of the completed runs.
     ///
     /// # Errors
     /// If no process can be started.
@@ -127,7 +127,7 @@ impl Bench<'_> {
         }
     }
 
-    /// Shapes the link of `cell` for the start of the run.
+    /// Shapes the link of `cell` for the start of a run. Returns the changes planned for the run.
     fn prepare(&self, cell: &Cell) -> Result<PlannedChanges, BenchError> {
         let ends = self.joined.as_ref().map(NamespacePair::ends);
         if let (Some(ends), Some(link)) = (&ends, &cell.link) {
@@ -136,7 +136,7 @@ impl Bench<'_> {
         Ok(PlannedChanges::of(cell, ends))
     }
 
-    /// Returns the place of both sides of `cell`.
+    /// Returns the place where both sides of `cell` run: two namespaces, or this host.
     fn place(&self, cell: &Cell) -> ProcessPlace {
         let joined = self.joined.as_ref().filter(|_| cell.link.is_some());
         let program = self.hotlift.path.clone();
@@ -202,9 +202,9 @@ impl Bench<'_> {
     }
 }
 
-/// Returns the order of `rows` in one turn. Rows of the same guest over the same link follow each other, because they are
-/// compared: a drift of the machine affects all of them equally. The order within and between these groups is random, so that
-/// drift favours no row.
+/// Returns the order in which `rows` run in one repeat. Rows of the same guest over the same link follow each other,
+/// because reports compare them: a drift of the machine then affects all equally. The order of these groups, and the
+/// order within a group, are random, so that drift favours no row.
 fn order(rows: &[Row], random: &mut fastrand::Rng) -> Vec<usize> {
     let mut groups: Vec<Vec<usize>> = Vec::new();
     for (i, row) in rows.iter().enumerate() {
@@ -223,20 +223,20 @@ fn order(rows: &[Row], random: &mut fastrand::Rng) -> Vec<usize> {
     groups.concat()
 }
 
-/// Returns the time: UTC, in the format of RFC 3339.
+/// Returns the present time: UTC, in the format of RFC 3339.
 fn now() -> String {
     humantime::format_rfc3339_seconds(SystemTime::now()).to_string()
 }
 
-/// Progress of the bench: one line that is rewritten on a terminal, one line per run elsewhere.
+/// Progress output of the bench. On a terminal, one line is rewritten; elsewhere, each run prints a line.
 struct Display {
     terminal: bool,
     cells: usize,
     runs: usize,
     done: usize,
-    /// Durations of the runs of each cell.
+    /// Durations of the completed runs, by index of the cell.
     took: BTreeMap<usize, Vec<Duration>>,
-    /// Remaining runs of each cell.
+    /// Number of remaining runs, by index of the cell.
     left: Vec<u32>,
     label: String,
     words: String,
@@ -317,7 +317,8 @@ impl Display {
         )
     }
 
-    /// Estimates the time left from the mean of each cell so far, or of all cells for those that have not run yet.
+    /// Estimates the remaining time from the mean duration of each cell's runs. Cells without runs use the mean of all
+    /// runs.
     fn time_left(&self) -> String {
         let all: Vec<Duration> = self.took.values().flatten().copied().collect();
         let Some(mean) = mean_of(&all) else {

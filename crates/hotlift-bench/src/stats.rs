@@ -1,8 +1,8 @@
-//! Medians and spread.
+//! Median and range of a few numbers.
 //!
-//! A statistics crate (statrs) would add distributions and number traits for one median of some five runs.
+//! The crate statrs would add distributions and number traits, only for the median of some five runs.
 
-/// Median and range of some numbers.
+/// Median, lowest and highest of some numbers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spread {
     /// The median; for an even count, the mean of the two values in the middle.
@@ -13,7 +13,7 @@ pub struct Spread {
     pub highest: f64,
 }
 
-/// Returns the spread of `values`; `None` if there are none, or one is not finite.
+/// Returns the spread of `values`; `None` if there are no values, or one is not finite.
 pub fn spread(values: impl IntoIterator<Item = f64>) -> Option<Spread> {
     let mut values: Vec<f64> = values.into_iter().collect();
     if values.iter().any(|value| !value.is_finite()) {
@@ -35,7 +35,7 @@ pub fn spread(values: impl IntoIterator<Item = f64>) -> Option<Spread> {
 }
 
 impl Spread {
-    /// Returns "12.3 (11.0–14.1)", or the median alone if lowest and highest look the same.
+    /// Returns "12.3 (11.0–14.1)": the median and the range. Omits the range if its ends round to the same text.
     pub fn text(&self) -> String {
         let (median, lowest, highest) = (
             number(self.median),
@@ -58,12 +58,12 @@ pub fn number(value: f64) -> String {
     }
 }
 
-/// Returns the spread of `values` as text, or "-".
+/// Returns the spread of `values` as text; "-" if there are no values or one is not finite.
 pub fn text(values: impl IntoIterator<Item = f64>) -> String {
     spread(values).map_or("-".to_owned(), |spread| spread.text())
 }
 
-/// Formats a rate in bytes per second: "1 Gbit/s", or "no limit".
+/// Formats a rate in bytes per second as bits: "1 Gbit/s"; "no limit" for `None`.
 pub fn rate_text(rate: Option<f64>) -> String {
     match rate.map(|bytes| bytes * 8.0) {
         None => "no limit".to_owned(),
@@ -81,7 +81,7 @@ pub fn short(value: f64) -> String {
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// Formats a published figure as it was published, or "-".
+/// Formats a published figure in its published precision; "-" for `None`.
 pub fn plain(figure: Option<f64>) -> String {
     match figure.filter(|figure| figure.is_finite()) {
         None => "-".to_owned(),

@@ -1,4 +1,4 @@
-//! The table of a matrix: one line per row, and Hotlift beside QEMU.
+//! The result table of a matrix: one line per row, with Hotlift's rows next to QEMU's.
 
 use std::collections::BTreeSet;
 use std::fmt::{self, Display, Formatter};
@@ -11,18 +11,18 @@ use super::figures::{self, Figure};
 use super::record::{Completed, Engine, GuestRow, Outcome, Record, Row, program_names};
 use super::report::{neighbour, rate};
 
-/// A table for the terminal and for the report.
+/// A table of text cells, for the terminal and for the report.
 pub struct Grid {
     /// Headings of the columns.
     pub header: Vec<String>,
     /// The rows, one cell per column.
     pub rows: Vec<Vec<String>>,
-    /// Index of the column that holds words, as the first column does; 0 if there is none.
+    /// Index of a text column, which is aligned like the first column; 0 if the first is the only text column.
     pub words: usize,
 }
 
 impl Grid {
-    /// Returns a table without rows.
+    /// Returns a table with these headings and without rows. `words` is the index of a text column, or 0.
     pub fn new<'a>(header: impl IntoIterator<Item = &'a str>, words: usize) -> Self {
         Self {
             header: header.into_iter().map(str::to_owned).collect(),
@@ -32,7 +32,7 @@ impl Grid {
     }
 }
 
-/// Formats the table for the width of the terminal, with as many columns as fit.
+/// Formats the table for the width of the terminal, and omits columns that do not fit.
 impl Display for Grid {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let header: Vec<&str> = self.header.iter().map(String::as_str).collect();
@@ -44,27 +44,27 @@ impl Display for Grid {
     }
 }
 
-/// Names rows by the settings in which they differ.
+/// Row names that show only the settings in which the rows differ.
 pub struct Labels {
     differs: Vec<bool>,
     options: BTreeSet<String>,
 }
 
-/// Part of a row that [`Labels`] name.
+/// Group of row settings that [`Labels`] shows.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum About {
-    /// Its channels.
+    /// Number of multifd channels.
     Channels,
-    /// The other migration options.
+    /// Other migration options.
     Way,
-    /// The link.
+    /// Network link.
     Wire,
-    /// The guest and its work.
+    /// Guest and its writes.
     Work,
 }
 
 impl Labels {
-    /// Creates the labels for rows that are shown together.
+    /// Creates the labels for rows that are shown in one table.
     pub fn of(rows: &[Row]) -> Self {
         let all: Vec<_> = rows.iter().map(parts).collect();
         let differs = (0..all.first().map_or(0, Vec::len))
@@ -85,7 +85,7 @@ impl Labels {
         Self { differs, options }
     }
 
-    /// Returns the name of a row: its method, and all settings that differ between the rows.
+    /// Returns the name of a row: its method, and all settings that differ between the rows of the table.
     pub fn text(&self, row: &Row, program: &str) -> String {
         let mut words = vec![row.method_and_level()];
         if row.engine != Engine::Hotlift {
@@ -98,14 +98,14 @@ impl Labels {
         words.join(" ")
     }
 
-    /// Returns the migration options that differ between the rows, without method, level and channels.
+    /// Returns the migration options of `row` that differ between the rows. Omits method, level and channels.
     pub fn differing_options(&self, row: &Row) -> Vec<String> {
         let mut words = self.words(row, About::Way, true);
         words.extend(self.options(row, true));
         words
     }
 
-    /// Returns the migration options that all rows share, without defaults.
+    /// Returns the migration options that all rows share. Omits defaults.
     pub fn shared_options(&self, row: &Row) -> Vec<String> {
         let mut words = self.words(row, About::Way, false);
         words.retain(|word| !["zero pages: multifd", &row.guest.kind].contains(&word.as_str()));
@@ -113,7 +113,7 @@ impl Labels {
         words
     }
 
-    /// Returns the shared options that no other part of a table shows.
+    /// Returns the migration options that all rows share, except those shown elsewhere in a table.
     fn common_options(&self, row: &Row) -> Vec<String> {
         let mut options = self.options(row, false);
         let channels = self.words(row, About::Channels, false);
@@ -121,14 +121,14 @@ impl Labels {
         options
     }
 
-    /// Returns the link and the work, as far as they differ between the rows.
+    /// Returns the settings of link and guest that differ between the rows.
     pub fn circumstances(&self, row: &Row) -> String {
         let mut words = self.words(row, About::Wire, true);
         words.extend(self.work(row));
         words.join(", ")
     }
 
-    /// Returns the guest and its work, as far as they differ between the rows.
+    /// Returns the settings of the guest that differ between the rows.
     pub fn work(&self, row: &Row) -> Vec<String> {
         self.words(row, About::Work, true)
     }
@@ -142,7 +142,7 @@ impl Labels {
     }
 
     fn options(&self, row: &Row, differs: bool) -> Vec<String> {
-        // The channels already show whether multifd is on.
+        // The number of channels already shows if multifd is on.
         let chosen = row
             .options
             .iter()
@@ -153,7 +153,7 @@ impl Labels {
     }
 }
 
-/// Returns the settings that may distinguish a row, without engine, method, level and options; `None` if unused.
+/// Returns the settings that may distinguish a row, each `None` if unused. Omits engine, method, level and options.
 fn parts(row: &Row) -> Vec<(About, Option<String>)> {
     let guest = &row.guest;
     let bandwidth = match row.max_bandwidth {
@@ -194,7 +194,7 @@ fn parts(row: &Row) -> Vec<(About, Option<String>)> {
     ]
 }
 
-/// Returns the requested share of zero pages: "25 % zero".
+/// Returns the requested share of zero pages as text: "25 % zero".
 pub fn zero_share(guest: &GuestRow) -> String {
     match guest.zero_share {
         Some(share) => format!("{:.0} % zero", share * 100.0),
@@ -202,7 +202,7 @@ pub fn zero_share(guest: &GuestRow) -> String {
     }
 }
 
-/// Returns the number of channels: "2 ch", or "no multifd".
+/// Returns the number of multifd channels as text: "2 ch", or "no multifd".
 pub fn channels(row: &Row) -> String {
     match row.channels {
         0 => "no multifd".to_owned(),
@@ -222,7 +222,7 @@ const COLUMNS: &[Figure] = &[
     figures::DESTINATION_CPU_OF_ALL,
 ];
 
-/// Returns the table of `records`: median (lowest–highest) for each row.
+/// Returns the table of `records` as text, with median (lowest–highest) of each figure for each row.
 pub fn matrix(records: &[Record]) -> String {
     let series = series(records);
     let rows: Vec<Row> = series.iter().map(|(row, _)| row.clone()).collect();
@@ -264,7 +264,8 @@ pub fn matrix(records: &[Record]) -> String {
     format!("median (lowest–highest){all}\n{table}")
 }
 
-/// Returns the rows of `records`, sorted, each with its program; each version of QEMU is a program of its own.
+/// Returns the distinct rows of `records`, sorted, each with its program. Each version of QEMU counts as a separate
+/// program.
 pub fn series<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<(Row, String)> {
     let records: Vec<&Record> = records.into_iter().collect();
     let rows = rows(records.iter().copied()).into_iter();
@@ -278,7 +279,7 @@ pub fn series<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<(Row, St
     .collect()
 }
 
-/// Returns the rows of `records`, sorted.
+/// Returns the distinct rows of `records`, sorted for a table.
 fn rows<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     for record in records {
@@ -297,7 +298,7 @@ fn rows<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Row> {
             guest.zero_share.map(f64::to_bits),
             guest.zero_touched,
             (guest.rate, guest.working_set),
-            // A link without a limit is the fastest, however the row expresses it.
+            // A missing limit counts as the fastest link, in every notation.
             rate(row).map_or(u64::MAX, rounded),
             (row.link.clone(), row.neighbour.clone()),
             row.max_bandwidth,
@@ -316,7 +317,7 @@ fn rows<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Row> {
     rows
 }
 
-/// Returns true if `theirs` is QEMU's run of the same work as `ours`, which is Hotlift's or a relay's.
+/// Returns true if `theirs` is a QEMU row with the same work as `ours`. `ours` is a row of Hotlift or of relays.
 pub fn is_the_same_work(ours: &Row, theirs: &Row) -> bool {
     let mut same = theirs.clone();
     same.engine = ours.engine;
@@ -324,7 +325,7 @@ pub fn is_the_same_work(ours: &Row, theirs: &Row) -> bool {
     ours.is_ours() && !theirs.is_ours() && same == *ours
 }
 
-/// Returns the runs of our row and of QEMU's with the same repeat: neighbours in time.
+/// Returns pairs of runs with the same repeat number: a run of `ours` and a run of QEMU, which ran close in time.
 pub fn pairs<'a>(
     records: impl IntoIterator<Item = &'a Record>,
     ours: &Row,
@@ -343,7 +344,7 @@ pub fn pairs<'a>(
         .collect()
 }
 
-/// Returns "yes" if all runs were verified, else the first other result and its count.
+/// Returns "yes" if all runs were verified, else the first different result with its count.
 pub fn verified(runs: &[&Record]) -> String {
     let reported: Vec<&str> = runs
         .iter()

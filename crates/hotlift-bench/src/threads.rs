@@ -1,4 +1,4 @@
-//! The kernel's counts for the threads of other processes: measured equally for Hotlift and QEMU.
+//! Samples the kernel's counts for threads of other processes, equally for Hotlift and QEMU.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,17 +9,17 @@ use std::time::Duration;
 
 use super::record::ThreadCounts;
 
-/// Period of the samples: short enough that the last sample of a thread is close to its end, and long enough that
-/// reading three small files per thread stays near 1 % of a core.
+/// Interval between two samples. Short enough that a thread's last sample is close to the thread's end. Long enough
+/// that reading three small files per thread needs about 1 % of a core.
 const PERIOD: Duration = Duration::from_millis(20);
 
-/// Samples processes from its start until `finish`.
+/// Samples the threads of several processes in a background thread, until `finish`.
 pub struct Sampler {
     stop: Sender<()>,
     worker: JoinHandle<Vec<Vec<ThreadCounts>>>,
 }
 
-/// A thread's first and last sample.
+/// First and last sample of a thread.
 struct Seen {
     first: ThreadCounts,
     last: ThreadCounts,
@@ -28,7 +28,7 @@ struct Seen {
 type Threads = BTreeMap<String, Seen>;
 
 impl Sampler {
-    /// Starts to sample; earlier counts are subtracted.
+    /// Starts to sample. Counts from before the start are subtracted.
     pub fn start(processes: &[u32]) -> Self {
         let processes = processes.to_vec();
         let mut watched: Vec<Threads> = processes.iter().map(|_| Threads::new()).collect();
@@ -44,20 +44,20 @@ impl Sampler {
         Self { stop, worker }
     }
 
-    /// Stops sampling, and returns the threads of each process, in the order of [`Sampler::start`].
+    /// Stops sampling, and returns the threads of each process, in the order of the argument of [`Sampler::start`].
     pub fn finish(self) -> Vec<Vec<ThreadCounts>> {
         let _ = self.stop.send(());
         self.worker.join().unwrap_or_default()
     }
 }
 
-/// Returns user and system time of a process, ended threads included, in its clock's resolution (10 ms).
+/// Returns user and system time of a process, including its ended threads. The resolution is 10 ms (USER_HZ).
 pub fn process_cpu(process: u32) -> Duration {
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
     let Some((_, fields)) = stat.rsplit_once(')') else {
         return Duration::ZERO;
     };
-    // Fields 14 and 15; the fields after the name in brackets begin with number 3.
+    // Fields 14 and 15: the first field after the name in brackets is field 3.
     let fields: Vec<u64> = fields
         .split_whitespace()
         .skip(11)
@@ -68,8 +68,8 @@ pub fn process_cpu(process: u32) -> Duration {
     Duration::from_millis(ticks * 1000 / rustix::param::clock_ticks_per_second().max(1))
 }
 
-/// Samples all threads of all processes once. Threads of the first sample count from that sample on,
-/// later ones from their own start.
+/// Samples all threads of all processes once. A thread in the first sample (`begin`) counts from that sample on, a
+/// later thread from its own start.
 fn sample_all(processes: &[u32], watched: &mut [Threads], begin: bool) {
     for (process, threads) in processes.iter().zip(watched) {
         let Ok(tasks) = fs::read_dir(format!("/proc/{process}/task")) else {
@@ -93,7 +93,7 @@ fn sample_all(processes: &[u32], watched: &mut [Threads], begin: bool) {
     }
 }
 
-/// Returns the counts of a thread; `None` if it has ended.
+/// Returns the counts of a thread; `None` if the thread has ended.
 fn read(task: &Path) -> Option<ThreadCounts> {
     let text = |name: &str| fs::read_to_string(task.join(name)).ok();
     let (stat, status, schedstat) = (text("stat")?, text("status")?, text("schedstat")?);
@@ -101,7 +101,7 @@ fn read(task: &Path) -> Option<ThreadCounts> {
         let line = status.lines().find_map(|line| line.strip_prefix(name))?;
         line.strip_prefix(':')?.trim().parse::<u64>().ok()
     };
-    // Fields 10 and 12; the fields after the name in brackets begin with number 3.
+    // Fields 10 and 12: the first field after the name in brackets is field 3.
     let (name, fields) = stat.rsplit_once(')')?;
     let fields: Vec<&str> = fields.split_whitespace().collect();
     let faults = |index: usize| fields.get(index)?.parse::<u64>().ok();
@@ -115,7 +115,7 @@ fn read(task: &Path) -> Option<ThreadCounts> {
     })
 }
 
-/// Returns the threads that used CPU time, by name.
+/// Returns the threads that used CPU time, sorted by name and number.
 fn counted(threads: Threads) -> Vec<ThreadCounts> {
     let mut counted: Vec<ThreadCounts> = threads
         .into_values()

@@ -7,29 +7,29 @@ use hotlift::figures::ThreadCpu;
 use crate::record::ThreadCounts;
 use crate::threads::{Sampler, process_cpu};
 
-/// Name of the entry for CPU time outside the sampled threads: QEMU's threads may end between two samples.
+/// Entry name for CPU time that no sample contains: threads of QEMU may end between two samples.
 const BETWEEN: &str = "(between samples)";
 
-/// Resolution of a process's clock (USER_HZ); a smaller remainder is ignored.
+/// Resolution of the kernel's CPU clock of a process (USER_HZ), in seconds; a smaller remainder is ignored.
 const RESOLUTION_S: f64 = 0.02;
 
-/// Samples the processes of both sides.
+/// Measures the CPU time of the processes of both sides of a migration.
 pub struct Meter {
     processes: Vec<u32>,
     before: Vec<Duration>,
     sampler: Sampler,
 }
 
-/// CPU time of the processes of one side.
+/// CPU time of all processes on one side of a migration.
 pub struct Used {
-    /// Counts of each of their threads.
+    /// Counts of each thread of these processes.
     pub threads: Vec<ThreadCounts>,
-    /// CPU time of all processes together, ended threads included.
+    /// CPU time of these processes together, including ended threads.
     pub cpu: Duration,
 }
 
 impl Meter {
-    /// Starts to sample `processes`: alternately one of the source and one of the destination.
+    /// Starts to sample `processes`. Their order alternates: a process of the source, then one of the destination.
     pub fn start(processes: Vec<u32>) -> Self {
         Self {
             before: processes.iter().copied().map(process_cpu).collect(),
@@ -38,7 +38,7 @@ impl Meter {
         }
     }
 
-    /// Stops sampling, and returns the CPU time of source and destination.
+    /// Stops sampling, and returns the CPU time of source and destination, in this order.
     pub fn finish(self) -> [Used; 2] {
         let after = self.processes.iter().copied().map(process_cpu);
         let used = after
@@ -69,7 +69,7 @@ pub fn without_vcpus(mut threads: Vec<ThreadCounts>) -> Vec<ThreadCounts> {
     threads
 }
 
-/// Returns the CPU time by thread; time of the process outside the sampled threads has an entry of its own.
+/// Returns the CPU time of each thread. The rest of the `process` time gets an entry of its own.
 pub fn cpu_of(threads: &[ThreadCounts], process: Duration) -> Vec<ThreadCpu> {
     let seen: f64 = threads.iter().map(|thread| thread.cpu_s).sum();
     let rest = process.as_secs_f64() - seen;

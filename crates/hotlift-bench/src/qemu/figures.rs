@@ -1,4 +1,4 @@
-//! Converts QEMU's figures to Hotlift's definitions.
+//! Converts the figures that QEMU reports to Hotlift's definitions.
 
 use std::time::Duration;
 
@@ -6,12 +6,13 @@ use hotlift::figures::SourceReport;
 use hotlift_command::events::ProgressSnapshot;
 use serde_json::Value;
 
-/// Returns a count of `query-migrate`; 0 if it is missing.
+/// Returns the count `name` of an answer to `query-migrate`; 0 if the count is missing.
 pub fn number(info: &Value, name: &str) -> u64 {
     info[name].as_u64().unwrap_or(0)
 }
 
-/// Returns the state of a migration, with rates since the `last` `query-migrate`.
+/// Returns the progress of a migration after `elapsed_ms`. Rates are means since the `last` answer to `query-migrate`,
+/// given as its time in ms and its bytes.
 pub fn moment(info: &Value, elapsed_ms: f64, last: Option<(f64, u64)>) -> ProgressSnapshot {
     let ram = &info["ram"];
     let transferred = number(ram, "transferred");
@@ -35,13 +36,13 @@ pub fn moment(info: &Value, elapsed_ms: f64, last: Option<(f64, u64)>) -> Progre
     }
 }
 
-/// Returns QEMU's figures with Hotlift's definitions. Bytes are those that a relay has `sent`, if there is one. The
-/// caller adds the CPU time.
+/// Returns QEMU's figures with Hotlift's definitions. The byte count is `sent` if a relay compressed the stream, else
+/// QEMU's own. The caller adds the CPU time.
 pub fn source_report(info: &Value, total: Duration, sent: Option<u64>) -> SourceReport {
     let ram = &info["ram"];
     let setup = Duration::from_millis(number(info, "setup-time"));
     let transferred = sent.unwrap_or_else(|| number(ram, "transferred"));
-    // QEMU counts pages of the capability compress separately.
+    // QEMU counts pages of capability `compress` separately.
     let normal = number(ram, "normal") + number(&info["compression"], "pages");
     let zero = number(ram, "duplicate");
     let sending = total.saturating_sub(setup).as_secs_f64();

@@ -1,4 +1,4 @@
-//! The same work done by a real QEMU: two QEMU processes, RAM filled with the same bytes, controlled over QMP.
+//! Runs the same migrations with a real QEMU: two QEMU processes, RAM filled with the same bytes, controlled over QMP.
 //!
 //! | file | subject |
 //! |---|---|
@@ -40,31 +40,31 @@ use figures::{moment, number, source_report};
 use process::{Image, Process, Start};
 use relays::Relays;
 
-/// Interval between two queries of a migration, equal to Hotlift's reports.
+/// Interval between two `query-migrate` commands, equal to the interval of Hotlift's reports.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Time for which a writing guest runs before its migration, as with `guest run`.
+/// Time for which a guest writes pages before its migration starts, as with `guest run`.
 const RUN_IN: Duration = Duration::from_millis(200);
 
-/// A QEMU program.
+/// A QEMU executable and its version.
 #[derive(Debug)]
 pub struct Program {
     path: PathBuf,
-    /// Version as it prints it: "10.0.2 (Debian 1:10.0.2+ds-2)".
+    /// Version as QEMU prints it: "10.0.2 (Debian 1:10.0.2+ds-2)".
     pub version: String,
     image: Image,
 }
 
-/// Reason for which a run did not complete.
+/// Reason why a run did not complete.
 enum Stop {
-    /// This QEMU lacks a requested feature.
+    /// This version of QEMU lacks the named feature.
     Lacks(String),
-    /// An error.
+    /// The run failed with this error.
     Failed(String),
 }
 
 impl Stop {
-    /// Appends the last messages of `others` to a failure.
+    /// Appends the last messages of other processes to the error of a failure.
     fn with(self, others: Option<String>) -> Self {
         match (self, others) {
             (Self::Failed(why), Some(others)) if !others.is_empty() => {
@@ -88,10 +88,10 @@ impl From<QmpError> for Stop {
 }
 
 impl Program {
-    /// Finds the QEMU at `path`.
+    /// Finds the version of the QEMU at `path`.
     ///
     /// # Errors
-    /// If it does not run, or does not print a version of QEMU.
+    /// If the program does not start, or does not print a version of QEMU.
     pub fn find(path: &Path) -> Result<Self, BenchError> {
         let output = Command::new(path)
             .arg("--version")
@@ -112,13 +112,13 @@ impl Program {
         }
     }
 
-    /// Returns true if QEMU counts compressed bytes. 7.2 counts 4096 for each page of a channel, however few bytes it
-    /// sent (0.99 is its ratio of every method); from 8.1 on it counts the bytes that a channel writes.
+    /// Returns true if QEMU counts the compressed bytes of multifd channels, as it does from 8.1 on. 7.2 counts 4096
+    /// bytes for each page, so its compression ratio is 0.99 with every method.
     fn counts_packed_bytes(&self) -> bool {
         is_from(&self.version, (8, 1))
     }
 
-    /// Runs `cell` once; over TLS with `certificates`.
+    /// Migrates the guest of `cell` once with QEMU. `certificates` are used for TLS; `None` without TLS.
     pub fn run(
         &self,
         cell: &Cell,
@@ -139,7 +139,7 @@ impl Program {
         }
     }
 
-    /// Returns the options of `cell`, if this QEMU supports them.
+    /// Returns the options of `cell`, or an error if this QEMU does not support them.
     fn options(&self, cell: &Cell) -> Result<Options, Stop> {
         let options = cell.migration.options().map_err(BenchError::from)?;
         settings::refuse_what_is_ours(cell)?;
@@ -177,7 +177,7 @@ impl Program {
         };
         let options = self.options(cell)?;
         let guest = cell.guest.settings();
-        // The guest program starts one vCPU under QEMU.
+        // The guest program starts only one vCPU under QEMU.
         let layout = Layout::new(guest.ram_bytes, 1, guest.working_set)
             .map_err(|error| Stop::Failed(error.to_string()))?;
         let writes = guest.workload != Workload::Idle && guest.rate > 0;
@@ -194,7 +194,7 @@ impl Program {
         let held = cell.held_memory(false);
         let mut source = Process::start(&start(false, &place.source_prefix))?;
         let mut destination = Process::start(&start(true, &place.destination_prefix))?;
-        // First, because a QEMU that lacks a feature then fails early.
+        // TLS is checked first, because a QEMU that lacks a feature then fails early.
         let tls = certificates.filter(|_| !relayed);
         for (qemu, endpoint) in [(&mut source, "client"), (&mut destination, "server")] {
             if let Some(certificates) = tls {
@@ -267,7 +267,7 @@ impl Program {
             && options.stream.method_name() != "none"
             && !self.counts_packed_bytes()
         {
-            // Zero instead of wrong figures.
+            // QEMU's figures are wrong here; 0 marks them as not reported.
             (
                 report.transferred_bytes,
                 report.throughput_mbps,
@@ -297,12 +297,12 @@ impl Program {
     }
 }
 
-/// Returns true if a QEMU of that version starts ELF programs by their PVH entry.
+/// Returns true if a QEMU of this version starts ELF programs by their PVH entry point.
 fn boots_pvh(version: &str) -> bool {
     is_from(version, (4, 0))
 }
 
-/// Returns true if `version` is `first` (major, minor) or later, or cannot be parsed.
+/// Returns true if `version` is at least `first` (major, minor), or cannot be parsed.
 fn is_from(version: &str, first: (u32, u32)) -> bool {
     let mut numbers = version.split(['.', ' ']).map(str::parse);
     match (numbers.next(), numbers.next()) {
@@ -318,14 +318,14 @@ fn query(qemu: &mut Process) -> Result<Value, Stop> {
 fn port(destination: &mut Process) -> Result<String, Stop> {
     let info = query(destination)?;
     let port = &info["socket-address"][0]["port"];
-    // QEMU before 4.0 does not report the address.
+    // QEMU before 4.0 does not report the address that it listens on.
     port.as_str()
         .map(str::to_owned)
         .or_else(|| Some(destination.listens_on()?.to_string()))
         .ok_or_else(|| Stop::Failed("it does not report its address".to_owned()))
 }
 
-/// Waits until both sides have completed, and reports the source's progress.
+/// Waits until source and destination have completed, and reports the source's progress.
 fn await_end(
     source: &mut Process,
     destination: &mut Process,
@@ -357,7 +357,7 @@ fn await_end(
                 limit.as_secs_f64()
             )));
         }
-        // An event ends the wait early.
+        // An event from QEMU ends the wait early.
         let next = Instant::now() + POLL_INTERVAL;
         source
             .qmp

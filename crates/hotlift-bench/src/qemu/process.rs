@@ -1,4 +1,4 @@
-//! A QEMU process with our guest: start, fill, compare, end.
+//! A QEMU process with the bench's guest program: start, fill RAM, compare RAM, end.
 
 use std::cell::RefCell;
 use std::ffi::OsString;
@@ -26,31 +26,31 @@ use tempfile::{NamedTempFile, TempDir};
 use crate::child_process::ChildProcess;
 use crate::error::BenchError;
 
-/// Time limit until the guest writes.
+/// Time limit for the guest program to write its first page.
 const START: Duration = Duration::from_secs(60);
 
 /// Time limit for the threads of a completed migration to end.
 const THREADS_END: Duration = Duration::from_secs(5);
 
-/// Interval between two reads of the guest's counters in its memory.
+/// Interval between two reads of the counters that the guest program keeps in its memory.
 const COUNT: Duration = Duration::from_millis(50);
 
-/// RAM is written and compared in pieces of this size.
+/// Size of the pieces in which RAM is written and compared, in bytes.
 const PIECE: usize = 1 << 20;
 
 const PAGE: usize = 4096;
 
-/// Load address of the guest program, and offsets in its head and in its first vCPU's block
-/// (`hotlift-vmm/guest/hotlift.s`: LOAD, head, WRITES, ERRORS).
+/// Load address of the guest program. The next constants are offsets in its header and in the block of its first vCPU.
+/// Origin: `hotlift-vmm/guest/hotlift.s` (LOAD, head, WRITES, ERRORS).
 const LOAD: u64 = 0x10_0000;
 const HEAD_BLOCKS: u64 = 16;
 const WRITES: u64 = 0;
 const ERRORS: u64 = 8;
 
-/// QEMU's TCG counts nanoseconds.
+/// TSC rate of a TCG guest in kHz: QEMU's TCG counts nanoseconds.
 const TCG_TSC_KHZ: u32 = 1_000_000;
 
-/// Prefixes of the names of migration threads; the last three are those of QEMU 7.2.
+/// Prefixes of the names of migration threads. The last three prefixes are names in QEMU 7.2.
 const MIGRATION_THREADS: &[&str] = &[
     "mig/",
     "multifd",
@@ -59,7 +59,7 @@ const MIGRATION_THREADS: &[&str] = &[
     "decompress",
 ];
 
-/// The bytes that fill RAM, cached as long as the settings stay the same.
+/// The bytes that fill RAM, in a file that is reused as long as the settings stay the same.
 #[derive(Debug, Default)]
 pub struct Image(RefCell<Option<CachedImage>>);
 
@@ -72,10 +72,10 @@ struct CachedImage {
 }
 
 impl Image {
-    /// Returns the file with the content of RAM from the start of `layout`'s filled range on.
+    /// Returns a file with the content of RAM, from the start of the filled range in `layout` on.
     ///
     /// # Errors
-    /// If it cannot be created.
+    /// If the file cannot be created.
     pub fn of(
         &self,
         layout: &Layout,
@@ -90,7 +90,7 @@ impl Image {
         {
             return Ok((kept.file.reopen().map_err(failed)?, kept.filling));
         }
-        // The old file is removed first: there may not be space for both.
+        // The old file is removed first, because there may be no space for two files.
         *kept = None;
         let file = NamedTempFile::with_prefix("hotlift-fill-").map_err(failed)?;
         let filling = Filling::from(&write_fill(file.path(), layout, settings)?);
@@ -105,38 +105,38 @@ impl Image {
     }
 }
 
-/// Settings of a QEMU process.
+/// Settings for the start of a QEMU process.
 pub struct Start<'a> {
-    /// Path of QEMU.
+    /// Path of the QEMU executable.
     pub program: &'a Path,
-    /// KVM, or TCG for threads.
+    /// Kind of guest: KVM, or TCG for a guest of threads.
     pub kind: GuestKind,
     /// RAM and workload of the guest.
     pub guest: &'a GuestSettings,
-    /// True if it waits for an incoming migration.
+    /// True if the QEMU waits for an incoming migration.
     pub incoming: bool,
-    /// True if its RAM is touched before the migration.
+    /// True if the guest's RAM is allocated before the migration.
     pub prealloc: bool,
-    /// Words before its command line, such as those that enter a namespace.
+    /// Words in front of the QEMU command line, such as a command that enters a namespace.
     pub prefix: &'a [String],
     /// Signals that end the start.
     pub interrupt: &'a Interrupt,
 }
 
-/// A QEMU process; killed on drop, and by the kernel if this process is killed.
+/// A QEMU process. It is killed on drop, and by the kernel if the bench is killed.
 pub struct Process {
     process: ChildProcess,
-    /// Its QMP connection.
+    /// QMP connection to this QEMU.
     pub qmp: Qemu,
     ram_bytes: u64,
     _folder: TempDir,
 }
 
 impl Process {
-    /// Starts a QEMU. Its vCPUs are paused, except those of a destination whose guest writes.
+    /// Starts a QEMU. Its vCPUs are paused, with one exception: the destination of a guest that writes.
     ///
     /// # Errors
-    /// If it does not start; with QEMU's last message.
+    /// If QEMU does not start. The error contains QEMU's last message.
     pub fn start(start: &Start<'_>) -> Result<Self, BenchError> {
         let failed = TerminalError::process("setpriv … QEMU");
         let folder = tempfile::Builder::new()
@@ -160,15 +160,15 @@ impl Process {
         })
     }
 
-    /// Returns its process ID.
+    /// Returns the process ID of this QEMU.
     pub fn pid(&self) -> u32 {
         self.process.child.id()
     }
 
-    /// Writes `image` into RAM; zero pages only if `touched`.
+    /// Writes `image` into the guest's RAM. Skips zero pages unless `touched` is true.
     ///
     /// # Errors
-    /// If its memory cannot be found or written.
+    /// If the guest's memory cannot be found or written.
     pub fn fill(&self, image: &File, layout: &Layout, touched: bool) -> Result<(), BenchError> {
         let memory = self.memory(true)?;
         let start = memory.at + layout.filled().start;
@@ -177,7 +177,7 @@ impl Process {
             if touched {
                 return write(at, piece);
             }
-            // Zero pages stay unallocated.
+            // Skipped zero pages stay unallocated.
             let mut offset = at;
             for page in piece.chunks(PAGE) {
                 if page.iter().any(|&byte| byte != 0) {
@@ -190,11 +190,11 @@ impl Process {
         .map_err(|source| self.failed("fill the RAM of QEMU", source))
     }
 
-    /// Returns true if RAM equals `image`, apart from the guest's working set. A guest that `writes` must also
-    /// continue to write, and must have found no error itself.
+    /// Returns true if RAM equals `image`, apart from the working set. If the guest `writes`, it must also continue to
+    /// write, and its own check must have found no error.
     ///
     /// # Errors
-    /// If its memory cannot be read.
+    /// If the guest's memory cannot be read.
     pub fn holds(&self, image: &File, layout: &Layout, writes: bool) -> Result<bool, BenchError> {
         let memory = self.memory(false)?;
         let start = memory.at + layout.filled().start;
@@ -224,10 +224,10 @@ impl Process {
         Ok(same)
     }
 
-    /// Waits until the guest has written.
+    /// Waits until the guest has written a page.
     ///
     /// # Errors
-    /// If it does not write in time.
+    /// If the guest writes no page in time, or a signal arrives.
     pub fn await_writes(&self, interrupt: &Interrupt) -> Result<(), BenchError> {
         let deadline = Instant::now() + START;
         while self.count(WRITES)? == 0 {
@@ -244,7 +244,7 @@ impl Process {
         Ok(())
     }
 
-    /// Reads a counter of the first vCPU's block.
+    /// Reads the counter at byte offset `word` in the block of the first vCPU; 0 before the guest program is loaded.
     fn count(&self, word: u64) -> Result<u64, BenchError> {
         let memory = self.memory(false)?;
         let read = |offset: u64| {
@@ -256,14 +256,15 @@ impl Process {
             Ok::<_, BenchError>(u64::from_le_bytes(bytes))
         };
         let block = read(LOAD + HEAD_BLOCKS)?;
-        // The block does not exist before the firmware has loaded the program.
+        // The block does not exist before the firmware has loaded the guest program.
         if block == 0 || block >= self.ram_bytes {
             return Ok(0);
         }
         read(block + word)
     }
 
-    /// Returns the TCP port on which it listens for a migration, from the kernel's lists of its network namespace.
+    /// Returns the TCP port on which QEMU waits for a migration, from the kernel's socket lists of its namespace;
+    /// `None` if QEMU does not listen.
     pub fn listens_on(&self) -> Option<u16> {
         let process = PathBuf::from(format!("/proc/{}", self.pid()));
         let sockets: Vec<String> = std::fs::read_dir(process.join("fd"))
@@ -284,7 +285,8 @@ impl Process {
         })
     }
 
-    /// Waits until QEMU has joined its channel threads: it reports `completed` earlier, and their CPU time counts.
+    /// Waits until QEMU has ended its channel threads. QEMU reports `completed` earlier, and the CPU time until their
+    /// end counts.
     pub fn await_end_of_migration_threads(&self) {
         let deadline = Instant::now() + THREADS_END;
         let runs = || {
@@ -301,8 +303,8 @@ impl Process {
         }
     }
 
-    /// Opens its memory, and finds the start of RAM in it. A parent may open its child's memory (ptrace(2), access mode
-    /// checking), unless the system forbids even that.
+    /// Opens the memory of the QEMU process, and finds the start of the guest's RAM. A parent may open the memory of
+    /// its child (ptrace(2), access mode checking), unless a security policy forbids it.
     fn memory(&self, write: bool) -> Result<Memory, BenchError> {
         let pid = self.pid();
         let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))
@@ -338,7 +340,7 @@ struct Memory {
     at: u64,
 }
 
-/// Returns the start of a private, writable, anonymous mapping of `length` bytes.
+/// Returns the start address if `line` describes a private, writable, anonymous mapping of `length` bytes.
 fn anonymous(line: &str, length: u64) -> Option<u64> {
     let mut words = line.split_whitespace();
     let (from, to) = words.next()?.split_once('-')?;
@@ -350,7 +352,7 @@ fn anonymous(line: &str, length: u64) -> Option<u64> {
     is_ram.then_some(from)
 }
 
-/// Returns port and inode of a listening socket in a line of /proc/net/tcp (proc_net_tcp(5)).
+/// Returns port and inode if `line` of /proc/net/tcp (proc_net_tcp(5)) describes a listening socket.
 fn listening(line: &str) -> Option<(u16, u64)> {
     /// `TCP_LISTEN`, in hexadecimal.
     const LISTEN: &str = "0A";
@@ -362,7 +364,7 @@ fn listening(line: &str) -> Option<(u16, u64)> {
     is_listening.then_some((port, inode))
 }
 
-/// Calls `each` with every piece of `file` and its offset.
+/// Calls `each` with the offset and content of every piece of `file`.
 fn pieces(file: &File, mut each: impl FnMut(u64, &[u8]) -> io::Result<()>) -> io::Result<()> {
     let length = file.metadata()?.len();
     let mut buffer = vec![0; PIECE];
@@ -430,7 +432,7 @@ fn command_line(start: &Start<'_>, folder: &Path) -> io::Result<Vec<String>> {
     if start.incoming {
         words.extend(["-incoming", "defer"].map(str::to_owned));
     }
-    // A source starts with 'cont' after its fill; a destination whose guest writes starts by itself.
+    // The bench sends `cont` to a source after the fill. A destination whose guest writes resumes the guest itself.
     if !start.incoming || !writes {
         words.push("-S".to_owned());
     }
@@ -438,7 +440,8 @@ fn command_line(start: &Start<'_>, folder: &Path) -> io::Result<Vec<String>> {
     Ok(words)
 }
 
-/// Returns the error for a QEMU without an answer: if it has ended, the last line of its standard error, or its exit status.
+/// Returns the error for a QEMU that did not answer. If the QEMU has ended, the error has its last line of standard
+/// error, or its exit status.
 fn explain(error: NoAnswer, process: &ChildProcess) -> BenchError {
     match error {
         NoAnswer::Ended(status) => match process.last_line() {

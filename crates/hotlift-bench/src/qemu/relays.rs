@@ -1,4 +1,4 @@
-//! Two relays between two QEMUs: `hotlift relay source` and `hotlift relay destination`, as processes beside them.
+//! Two relays between two QEMUs: the processes `hotlift relay source` and `hotlift relay destination`.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read};
@@ -21,13 +21,13 @@ use crate::certificates;
 use crate::child_process::ChildProcess;
 use crate::error::BenchError;
 
-/// Time limit for relays to end after both QEMUs have completed.
+/// Time limit for the relays to end after both QEMUs have completed.
 const END: Duration = Duration::from_secs(10);
 
 /// Prefix of the line in which a relay prints its listening address.
 const LISTENS: &str = "listening on ";
 
-/// Returns `cell` for two QEMUs with relays between them: without compression and TLS.
+/// Returns `cell` as settings for two QEMUs with relays between them: without compression and TLS, which the relays do.
 pub fn of_qemus(cell: &Cell) -> Result<Cell, Stop> {
     let options = cell.migration.options().map_err(BenchError::from)?;
     if !options.stream.multifd() {
@@ -42,24 +42,25 @@ pub fn of_qemus(cell: &Cell) -> Result<Cell, Stop> {
     })
 }
 
-/// Both relays; killed on drop.
+/// The relay of the source and the relay of the destination; killed on drop.
 pub struct Relays {
     source: Relay,
     destination: Relay,
     folder: TempDir,
 }
 
-/// The part of a relay's final report that the bench uses.
+/// Fields of a relay's final report that the bench uses.
 #[derive(Debug, Deserialize)]
 struct Report {
     sent_bytes: u64,
 }
 
 impl Relays {
-    /// Starts the relays for `cell`. The destination's QEMU must already listen on [`Relays::destination_address`] in `folder`.
+    /// Starts both relays for `cell`. The destination's QEMU must already listen on [`Relays::destination_address`] in
+    /// `folder`.
     ///
     /// # Errors
-    /// If one does not start; with its last message.
+    /// If a relay does not start. The error contains the relay's last message.
     pub fn start(cell: &Cell, place: &ProcessPlace, folder: TempDir) -> Result<Self, BenchError> {
         let host = place.address.as_deref().unwrap_or("127.0.0.1");
         let channels = cell.migration.options()?.stream.channels();
@@ -106,12 +107,13 @@ impl Relays {
         Self::source_address(&self.folder)
     }
 
-    /// Returns the process IDs: the source's, then the destination's.
+    /// Returns the process IDs: the source's relay, then the destination's relay.
     pub fn pids(&self) -> [u32; 2] {
         [&self.source, &self.destination].map(|relay| relay.process.child.id())
     }
 
-    /// Waits until both have ended. The kernel's counts for them can still be read.
+    /// Waits until both relays have ended, or the time limit `END`. Does not reap the processes: the kernel's CPU
+    /// counts remain readable.
     pub fn await_end(&self) {
         let deadline = Instant::now() + END;
         for relay in [&self.source, &self.destination] {
@@ -121,7 +123,7 @@ impl Relays {
         }
     }
 
-    /// Returns their last messages on standard error, if any.
+    /// Returns the last messages of the relays on standard error; empty without messages.
     pub fn output(&self) -> String {
         let output = [&self.source, &self.destination].map(|relay| {
             let line = relay.process.last_line()?;
@@ -130,10 +132,10 @@ impl Relays {
         output.into_iter().flatten().collect::<Vec<_>>().join("; ")
     }
 
-    /// Returns the bytes that the source's relay has sent; must be called after its end.
+    /// Returns the bytes that the source's relay has sent. Must be called after the relay has ended.
     ///
     /// # Errors
-    /// If either failed; with its last message.
+    /// If a relay failed. The error contains the relay's last message.
     pub fn sent_bytes(mut self) -> Result<u64, BenchError> {
         self.destination.report()?;
         Ok(self.source.report()?.sent_bytes)
@@ -146,7 +148,7 @@ fn of_relay(all: &MigrationArgs) -> MigrationArgs {
     for given in all.given() {
         let info = given.option;
         let refusal = info.refusal(Role::Relay);
-        // The source's QEMU detects zero pages.
+        // Zero page detection is done by the source's QEMU.
         let is_qemus = info.name == "zero-page-detection";
         let refusal = refusal.or(info.value_refusal(Role::Relay, &given.text));
         if !is_qemus && refusal.is_none() {
@@ -156,7 +158,7 @@ fn of_relay(all: &MigrationArgs) -> MigrationArgs {
     taken
 }
 
-/// A relay process.
+/// A relay process and its address.
 struct Relay {
     side: &'static str,
     process: ChildProcess,
@@ -214,7 +216,7 @@ impl Relay {
 
     fn report(&mut self) -> Result<Report, BenchError> {
         let mut output = String::new();
-        // A relay that has not ended by now hangs, and is killed.
+        // A relay that is still running at this point hangs.
         let _ = self.process.child.kill();
         let read = self.output.read_to_string(&mut output);
         let line = output.lines().last().unwrap_or_default();

@@ -12,10 +12,11 @@ use crate::cell::Cell;
 use crate::certificates::{self, Certificates};
 use crate::error::BenchError;
 
-/// Above any link: with QEMU's default of 128 MiB/s the bench would only measure that limit.
+/// Bandwidth limit above any link, in bytes per second. With QEMU's default of 128 MiB/s the bench would only measure
+/// that limit.
 const UNLIMITED: u64 = 1_000_000_000_000;
 
-/// Refuses settings that no QEMU has.
+/// Returns an error if `cell` has settings that no QEMU has.
 pub fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
     let (vcpus, workload) = (cell.guest.vcpus, cell.guest.workload);
     if vcpus > 1 && workload != Workload::Idle {
@@ -29,16 +30,16 @@ pub fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
         let (name, value) = (given.option.name, given.text.as_str());
         let ours = match name {
             "accel-path" | "multifd-normal-page-ratio" | "multifd-packet-size" => true,
-            // QEMU has these as objects with names.
+            // In QEMU, certificates are objects with names.
             "tls-creds" => !value.is_empty() && value != certificates::CERTIFICATES,
             "tls-hostname" | "tls-authz" => !value.is_empty(),
-            // QEMU has no such limits or choices.
+            // QEMU has no such limits or settings.
             "max-channels" | "memory-limit" | "settle-timeout" | "silence-timeout"
             | "cpu-limit" | "goal" | "qemu-reads" => true,
             // QEMU does not encrypt without certificates.
             "insecure" => true,
             "zero-page-detection" => !["none", "legacy", "multifd"].contains(&value),
-            // These methods use their device wherever there is one.
+            // QEMU's accelerator methods use their device whenever there is one.
             "accelerator" => {
                 value == "required" && !["qpl", "qatzip", "uadk"].contains(&method.as_str())
             }
@@ -56,10 +57,10 @@ pub fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
     Ok(())
 }
 
-/// Name of the object that holds the certificates.
+/// Name of the QEMU object for the certificates.
 const CREDENTIALS: &str = "hotlift-bench";
 
-/// Adds the certificates to one side, as a "client" or a "server" of TLS.
+/// Adds the certificates to the QEMU of one side, in the TLS role "client" or "server".
 pub fn add_certificates(
     qemu: &mut Process,
     certificates: &Certificates,
@@ -73,7 +74,7 @@ pub fn add_certificates(
     added.map(|_| ()).map_err(|error| lacks(&error))
 }
 
-/// Sets the capabilities and parameters of one side.
+/// Sets the capabilities and parameters in the QEMU of one side.
 pub fn set(qemu: &mut Process, cell: &Cell, options: &Options) -> Result<(), Stop> {
     qemu.qmp
         .set_capabilities(&capabilities(cell, options)?)
@@ -85,8 +86,9 @@ pub fn set(qemu: &mut Process, cell: &Cell, options: &Options) -> Result<(), Sto
         .map_err(|error| lacks(&error))
 }
 
-/// Returns the capabilities: those of the migration's mode, and all others that were given. With the return path, QEMU's
-/// downtime ends as ours does, at the destination's message; without it, at the last byte that the source has written.
+/// Returns the capabilities: those that the migration mode needs, and those that `cell` sets. They include
+/// `return-path`: with it, QEMU's downtime ends like Hotlift's, at the destination's message. Without it, the downtime
+/// would end at the last byte that the source has written.
 fn capabilities(cell: &Cell, options: &Options) -> Result<Vec<(&'static str, bool)>, Stop> {
     let mut wanted = vec![
         ("multifd", options.stream.multifd()),
@@ -108,7 +110,7 @@ fn capabilities(cell: &Cell, options: &Options) -> Result<Vec<(&'static str, boo
     Ok(wanted)
 }
 
-/// Returns the parameters: a bandwidth above QEMU's default, the method, and all others that were given. `knows` returns
+/// Returns the parameters: a bandwidth above QEMU's default, the method, and those that `cell` sets. `knows` returns
 /// true for a parameter that this QEMU has.
 fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> Result<Value, Stop> {
     let bandwidth = match options.stream.max_bandwidth {
@@ -144,13 +146,13 @@ fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> R
         if knows("compress-wait-thread") {
             wanted["compress-wait-thread"] = options.compress_wait_thread.into();
         } else if !options.compress_wait_thread {
-            // QEMU before 3.1 always waits.
+            // QEMU before 3.1 always waits for compression threads.
             return Err(Stop::Lacks("has no compress-wait-thread=off".to_owned()));
         }
     }
     for given in cell.migration.given() {
         let info = given.option;
-        // Those of multifd are set above, or unused.
+        // Parameters of multifd are already set above, or unused.
         let is_done = info.name == "zero-page-detection" || info.name.starts_with("multifd-");
         if info.kind == Kind::Parameter && !is_done && wanted.get(info.name).is_none() {
             wanted[info.name] = info.read_json(options);
@@ -159,7 +161,8 @@ fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> R
     Ok(wanted)
 }
 
-/// Converts a refused setting to `Lacks`: all values are in range, so this QEMU does not have the setting.
+/// Converts a rejected setting to [`Stop::Lacks`]. All values are in range, so a rejection means that this QEMU lacks
+/// the setting.
 fn lacks(error: &QmpError) -> Stop {
     let words = hotlift_terminal::error::error_line(error);
     match error {
@@ -218,9 +221,9 @@ mod tests {
             let parameters = parameters(&cell, &options, &|_| true).ok().unwrap();
             let given = capabilities.contains(&(info.name, true))
                 || parameters.get(info.name).is_some()
-                // Belongs to another method than the row's.
+                // Belongs to a method other than the row's method.
                 || info.name.ends_with("-level")
-                // Given on the command line.
+                // Set on the QEMU command line instead.
                 || info.name == "mem-prealloc";
             assert!(refused || given, "{}: {parameters}", info.name);
         }

@@ -1,4 +1,4 @@
-//! The methods that a migration chose: each method's share over time, as its report shows it.
+//! Picture of method `auto` in a report: the share of each chosen compression method over time.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,21 +13,21 @@ use super::tables;
 use crate::record::{Completed, Row};
 use crate::table::Grid;
 
-/// Most migrations that are drawn.
+/// Maximum number of migrations that are drawn.
 const MAX_DRAWN: usize = 24;
 
-/// The entry of a run's report for one interval: the methods that were chosen in it.
+/// One interval of a run: the methods that `auto` chose in this interval.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 struct Slice {
-    /// Its end, in ms since the request to migrate.
+    /// End of the interval, in ms since the request to migrate.
     ms: f64,
-    /// Throughput of the link, in bytes per second.
+    /// Throughput of the link in the interval, in bytes per second.
     link_bytes_per_s: f64,
-    /// Share of each method, 0 to 1.
+    /// Share of each method in the interval, 0 to 1.
     shares: BTreeMap<String, f64>,
 }
 
-/// The work of a method in a run, as its report shows it.
+/// Packets and bytes of one method in a run.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 struct Used {
     name: String,
@@ -40,14 +40,16 @@ struct Used {
     core_seconds: f64,
 }
 
-/// Returns a list of the source's report; empty if it has none. Read by name, because some engines do not report it.
+/// Returns the list `name` from the source's report, empty if the report lacks it. Reads by name, because some engines
+/// do not report the list.
 fn list<T: DeserializeOwned>(run: &Completed, name: &str) -> Vec<T> {
     let report = serde_json::to_value(&run.source).unwrap_or_default();
     let list = report.get(name).cloned().unwrap_or_default();
     serde_json::from_value(list).unwrap_or_default()
 }
 
-/// Draws the median run of each row that chose methods; rows with changes during the run come first.
+/// Draws the median run of each row in which `auto` chose methods. Rows whose link or cores change during the run come
+/// first.
 pub fn of(chapters: &[Chapter<'_>], id: &str) -> Markup {
     let conditions = chapters.iter().flat_map(|chapter| &chapter.conditions);
     let all =
@@ -96,7 +98,7 @@ fn picture(
     }
 }
 
-/// Draws the rates of all methods, stacked, and the configured rate of the link.
+/// Draws the rate of each method over time, stacked, and the configured rate of the link.
 fn stack(row: &Row, slices: &[Slice], total_ms: f64, id: &str, title: &str) -> Markup {
     let mbit = |bytes: f64| bytes * 8.0 / 1e6;
     let names: BTreeSet<&str> = slices
@@ -116,7 +118,7 @@ fn stack(row: &Row, slices: &[Slice], total_ms: f64, id: &str, title: &str) -> M
                 .filter_map(|name| slice.shares.get(*name));
             mbit(slice.link_bytes_per_s * shares.sum::<f64>())
         };
-        // A share is constant over its slice.
+        // The share is constant over an interval.
         let points = spans.iter().flat_map(|(start, end, slice)| {
             let (low, high) = (below(slice, i), below(slice, i + 1));
             [(*start, low, high), (*end, low, high)]
@@ -147,7 +149,7 @@ fn stack(row: &Row, slices: &[Slice], total_ms: f64, id: &str, title: &str) -> M
     })
 }
 
-/// Returns the configured rate of the link, in Mbit/s; `None` without a limit.
+/// Returns a line with the configured rate of the link, in Mbit/s, up to time `end`; `None` without a limit.
 fn link(row: &Row, end: f64) -> Option<Line> {
     let link = row.link()?;
     let mut rate = link.rate()? as f64 / 1e6;
@@ -170,7 +172,7 @@ fn link(row: &Row, end: f64) -> Option<Line> {
     })
 }
 
-/// Returns a table of the work of each method.
+/// Returns a table with a line for each method that the run used.
 fn used(methods: &[Used]) -> Grid {
     let header = ["method", "packets", "% of pages", "ratio", "core-s/GiB src"];
     let mut table = Grid::new(header, 0);
@@ -211,7 +213,7 @@ mod tests {
         }
     }
 
-    /// `HOTLIFT_KEEP_REPORT` names a folder in which the picture is kept for a manual check.
+    /// The environment variable `HOTLIFT_KEEP_REPORT` names a folder in which the picture is kept for a manual check.
     #[test]
     fn methods_are_stacked_below_the_links_rate() {
         let mut row = example().row;
@@ -229,7 +231,7 @@ mod tests {
             assert!(picture.contains(name), "{name}");
         }
         assert!(!picture.contains("NaN") && !picture.contains("inf"));
-        // A change after the end of the run is not drawn.
+        // A change of the rate after the end of the run is not drawn.
         let line = link(&row, 5.0).unwrap();
         assert_eq!(
             line.points,
@@ -265,7 +267,7 @@ mod tests {
             used(&methods).rows[0],
             ["zstd 3", "4", "100.0", "2.00", "5.12"]
         );
-        // An engine without a timeline.
+        // An engine that reports no timeline.
         assert!(list::<Slice>(&Completed::default(), "timeline").is_empty());
     }
 }

@@ -1,4 +1,4 @@
-//! Conclusions from the runs of a machine; the first part of a report.
+//! Conclusions from the runs on one machine: the first section of a report.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use crate::stats;
 use crate::stats::rate_text;
 use crate::table::{Grid, pairs};
 
-/// Returns the fastest method, failures, and the comparison of Hotlift with QEMU.
+/// Returns the conclusions: the fastest method, failures, and the comparison of Hotlift with QEMU.
 pub fn of(
     records: &[Record],
     chapters: &[Chapter<'_>],
@@ -46,7 +46,7 @@ pub fn of(
     }
 }
 
-/// Returns the runs that were not possible here, folded; nothing if all were.
+/// Returns a collapsed list of the runs that were skipped on this machine; empty if none was skipped.
 pub fn not_possible(chapters: &[Chapter<'_>]) -> Markup {
     let skipped = problems(chapters, false);
     let all = chapters.iter().flat_map(Chapter::series);
@@ -94,7 +94,8 @@ fn completed(records: &[Record]) -> String {
     )
 }
 
-/// Returns the fastest Hotlift method at each rate; adjacent rates with the same method are merged.
+/// Returns a sentence with the fastest Hotlift method at each link rate. Adjacent rates with the same method are
+/// merged.
 fn fastest(crossover: &Crossover<'_>) -> String {
     let mut spans: Vec<(&str, Option<f64>, Option<f64>)> = Vec::new();
     let ours = || {
@@ -123,7 +124,7 @@ fn fastest(crossover: &Crossover<'_>) -> String {
     spans.iter().map(text).collect::<Vec<_>>().join("; ")
 }
 
-/// Returns the fastest of Hotlift's rows, if all rows have the same work over the same link.
+/// Returns the fastest of Hotlift's rows; `None` unless all rows have the same guest over the same link.
 fn fastest_of_one(chapters: &[Chapter<'_>]) -> Option<String> {
     let [chapter] = chapters else { return None };
     let [condition] = chapter.conditions.as_slice() else {
@@ -141,7 +142,7 @@ fn fastest_of_one(chapters: &[Chapter<'_>]) -> Option<String> {
     Some(format!("{name} ({} s)", stats::number(*seconds)))
 }
 
-/// Returns a table with a line for each method and QEMU, over all rows of the same work.
+/// Returns a table that compares each Hotlift method with QEMU, over all rows with the same guest and link.
 fn against_qemu(chapters: &[Chapter<'_>]) -> Grid {
     let mut names = Vec::new();
     let mut quotients: BTreeMap<String, Vec<Vec<Option<f64>>>> = BTreeMap::new();
@@ -180,7 +181,7 @@ fn against_qemu(chapters: &[Chapter<'_>]) -> Grid {
     table
 }
 
-/// Returns the reasons why runs did not complete, each with its rows.
+/// Returns a table of the reasons why runs failed (`failed` is true) or were skipped (false), each with its rows.
 fn problems(chapters: &[Chapter<'_>], failed: bool) -> Grid {
     let mut reasons: Vec<(&str, usize, Vec<&Series<'_>>)> = Vec::new();
     for series in chapters.iter().flat_map(Chapter::series) {

@@ -1,4 +1,4 @@
-//! Facts about the machine, and definitions of the figures.
+//! Facts about the machine, and definitions of the figures in a report.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use crate::record::{Completed, Record};
 use crate::stats;
 use crate::table::zero_share;
 
-/// Returns the machine, the versions and the settings of the runs on one machine.
+/// Returns a description of one machine: hardware, versions, and settings of the runs.
 pub fn machine(records: &[Record]) -> Markup {
     let different = |of: fn(&Record) -> String| -> String {
         let all: BTreeSet<String> = records.iter().map(of).collect();
@@ -96,7 +96,7 @@ fn memory(record: &Record) -> String {
     )
 }
 
-/// Returns the definitions of the figures.
+/// Returns the definitions of the figures as HTML.
 pub fn definitions() -> Markup {
     let entries = [
         (

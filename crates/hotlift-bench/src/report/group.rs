@@ -7,36 +7,36 @@ use crate::record::{Completed, Engine, Outcome, Record, Row};
 use crate::stats::{Spread, rate_text};
 use crate::table::{Labels, channels, series, zero_share};
 
-/// All runs of one row.
+/// All runs of one row in one program version.
 pub struct Series<'a> {
-    /// The settings that they share.
+    /// The settings of these runs.
     pub row: Row,
-    /// Program that ran it: "Hotlift", "QEMU 10.0.2".
+    /// Program that migrated the guest: "Hotlift", "QEMU 10.0.2".
     pub program: String,
-    /// Name that distinguishes it from the other rows of its chapter, without link and guest.
+    /// Name that distinguishes the row from other rows of its chapter. Omits link and guest.
     pub name: String,
-    /// The runs that completed, in their order.
+    /// The completed runs, in the order in which they ran.
     pub runs: Vec<&'a Record>,
-    /// Reasons why the other runs did not complete.
+    /// Reasons why runs of this row did not complete.
     pub problems: Vec<Problem<'a>>,
 }
 
-/// A reason why runs of a row did not complete.
+/// A reason why some runs of a row did not complete.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Problem<'a> {
     /// The reason, in one line.
     pub why: &'a str,
-    /// True if the run was tried; false if it was skipped because something is missing.
+    /// True if the runs failed; false if they were skipped because something is missing.
     pub failed: bool,
-    /// Number of such runs.
+    /// Number of runs with this reason.
     pub times: usize,
 }
 
-/// Rows of the same work over the same link.
+/// All rows with the same guest over the same link.
 pub struct Condition<'a> {
-    /// The link, and the properties of the guest that differ between conditions.
+    /// Title: the link, and the properties of the guest that differ between conditions.
     pub title: String,
-    /// The guest, and the settings that all rows of the chapter share.
+    /// Note below the title: the guest, and the settings that all rows of the chapter share.
     pub note: String,
     /// One series for each row.
     pub series: Vec<Series<'a>>,
@@ -81,17 +81,17 @@ impl<'a> Series<'a> {
         series
     }
 
-    /// Returns the figures of the runs that completed.
+    /// Returns the figures of the completed runs.
     pub fn completed(&self) -> impl Iterator<Item = &'a Completed> {
         self.runs.iter().filter_map(|run| run.completed())
     }
 
-    /// Returns the spread of `figure` over all runs that completed.
+    /// Returns the spread of `figure` over all completed runs; `None` if a run has no value.
     pub fn spread(&self, figure: Figure) -> Option<Spread> {
         figure.spread(self.completed())
     }
 
-    /// Returns the median run by total time.
+    /// Returns the completed run with the median total time; `None` without completed runs.
     pub fn typical(&self) -> Option<&'a Completed> {
         let mut runs: Vec<_> = self.completed().collect();
         runs.sort_by(|a, b| a.source.total_ms.total_cmp(&b.source.total_ms));
@@ -100,12 +100,12 @@ impl<'a> Series<'a> {
 }
 
 impl<'a> Condition<'a> {
-    /// Returns the link's rate in bytes per second; `None` without limit.
+    /// Returns the lower of the link's start rate and `max-bandwidth`, in bytes per second; `None` without a limit.
     pub fn rate(&self) -> Option<f64> {
         self.series.first().and_then(|series| rate(&series.row))
     }
 
-    /// Returns true if nothing changes during the run: neither the link's rate nor the use of the cores.
+    /// Returns true if neither the link's rate nor the available cores change during a run.
     pub fn is_steady(&self) -> bool {
         self.series.first().is_some_and(|series| {
             let link = series.row.link();
@@ -113,12 +113,13 @@ impl<'a> Condition<'a> {
         })
     }
 
-    /// Returns the figures for the CPU time of source and destination per GiB, and the kind of pages in that GiB.
+    /// Returns the figures for the CPU time per GiB of source and destination, and the kind of pages that the GiB
+    /// counts.
     pub fn cpu(&self) -> ([Figure; 2], &'static str) {
         cpu(self.series.iter().flat_map(Series::completed))
     }
 
-    /// Returns true if the guest is the same, over any link.
+    /// Returns true if `other` has the same guest; the links may differ.
     pub fn has_the_guest_of(&self, other: &Self) -> bool {
         let first = |condition: &Self| condition.series.first().map(|series| series.row.clone());
         first(self).zip(first(other)).is_some_and(|(a, b)| {
@@ -132,7 +133,8 @@ impl<'a> Condition<'a> {
     }
 }
 
-/// Returns the CPU time of both sides per GiB of pages with content, or of all pages where almost none has content.
+/// Returns the figures for CPU time per GiB of source and destination, and the kind of pages that the GiB counts. The
+/// kind is pages with content, or all pages if almost all are zero.
 pub fn cpu<'a>(mut runs: impl Iterator<Item = &'a Completed>) -> ([Figure; 2], &'static str) {
     match runs.all(figures::has_content) {
         true => (
@@ -146,7 +148,7 @@ pub fn cpu<'a>(mut runs: impl Iterator<Item = &'a Completed>) -> ([Figure; 2], &
     }
 }
 
-/// Returns the link's rate in bytes per second; `None` without limit.
+/// Returns the lower of the link's start rate and `max-bandwidth`, in bytes per second; `None` without a limit.
 pub fn rate(row: &Row) -> Option<f64> {
     let link = row.link().and_then(|link| Some(link.rate()? as f64 / 8.0));
     match (link, row.max_bandwidth) {
@@ -155,7 +157,7 @@ pub fn rate(row: &Row) -> Option<f64> {
     }
 }
 
-/// Describes the link and a neighbour: "1 Gbit/s", "10 Gbit/s, 500 Mbit/s from 1s".
+/// Describes the link and the busy thread: "1 Gbit/s", "10 Gbit/s, 500 Mbit/s from 1s".
 pub fn wire_text(row: &Row) -> String {
     let link = row.link().filter(|link| !link.changes().is_empty());
     let mut words = vec![link.map_or_else(|| rate_text(rate(row)), |link| link.words())];
@@ -163,7 +165,7 @@ pub fn wire_text(row: &Row) -> String {
     words.join("; ")
 }
 
-/// Describes the neighbour: "a neighbour takes a core from 2s".
+/// Describes the busy thread: "a neighbour takes a core from 2s"; `None` without such a thread.
 pub fn neighbour(row: &Row) -> Option<String> {
     let at = row.neighbour.as_ref()?;
     Some(format!("a neighbour takes a core from {at}"))

@@ -11,13 +11,14 @@
 //! | `tables` | figures, quotients with QEMU |
 //! | `style.css` | light, dark, and on paper |
 //!
-//! Machines are never mixed: each has its own part. A part has chapters; a chapter is the content of one table.
+//! Each machine has its own part of the report. A part has a chapter for each suite or matrix.
 //!
-//! The report has no script, and fetches nothing. All its names and texts come from files of unknown origin:
+//! The report contains no script, and loads no other files. All names and texts come from files of unknown origin, and
+//! the templates (maud) escape every one.
 //! the templates (maud) escape all of them.
 //!
-//! The pictures are drawn without a chart crate: those bring fonts and a rasterizer, and their texts are SVG, which
-//! does not wrap in a narrow window.
+//! The pictures are drawn without a chart crate. Such crates bring fonts and a rasterizer, and they write text as SVG,
+//! which does not wrap in a narrow window.
 
 mod choices;
 mod conclusions;
@@ -34,10 +35,10 @@ use super::suite::{self, Suite};
 use group::{Condition, Series, conditions};
 pub use group::{neighbour, rate};
 
-/// Content security policy of a page that runs nothing and fetches nothing.
+/// Content security policy that forbids scripts and loading of other files.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'";
 
-/// Returns the report of these runs, in any order of suites and series.
+/// Returns the report of `records` as HTML. The suites and series may be in any order.
 pub fn html(records: &[Record]) -> String {
     let machines = machines(records);
     let page = html! {
@@ -64,12 +65,12 @@ pub fn html(records: &[Record]) -> String {
             }
         }
     };
-    // File names may hold other control characters, which HTML and XML forbid.
+    // File names may contain other control characters, which HTML and XML forbid.
     let control = |c: char| c.is_control() && !c.is_whitespace();
     page.into_string().replace(control, "\u{fffd}")
 }
 
-/// Groups the records by machine.
+/// Groups the records by machine, one list for each machine.
 fn machines(records: &[Record]) -> Vec<Vec<Record>> {
     let mut machines: Vec<Vec<Record>> = Vec::new();
     for record in records {
@@ -86,15 +87,15 @@ fn machines(records: &[Record]) -> Vec<Vec<Record>> {
     machines
 }
 
-/// The runs of one suite or matrix.
+/// The runs of one suite or matrix on one machine.
 struct Chapter<'a> {
-    /// Anchor for the table of contents.
+    /// Anchor of the chapter for the table of contents.
     id: String,
-    /// Its name; `None` if it is the only chapter.
+    /// Name of the chapter; `None` if it is the only chapter.
     name: Option<String>,
     /// The published table, if the chapter has one.
     suite: Option<&'static Suite>,
-    /// Its runs.
+    /// The runs of the chapter.
     records: &'a [Record],
     /// The runs, grouped by link and guest.
     conditions: Vec<Condition<'a>>,
@@ -108,7 +109,7 @@ impl<'a> Chapter<'a> {
     }
 }
 
-/// Returns the chapters of a machine's runs; a suite that ran more than once has a number.
+/// Returns the chapters of one machine's runs. Chapters of a suite that ran more than once are numbered.
 fn chapters(parts: &[Vec<Record>], machine: usize) -> Vec<Chapter<'_>> {
     let mut chapters: Vec<Chapter<'_>> = Vec::new();
     for (i, records) in parts.iter().enumerate() {
@@ -132,7 +133,7 @@ fn chapters(parts: &[Vec<Record>], machine: usize) -> Vec<Chapter<'_>> {
     chapters
 }
 
-/// Returns the part of one machine: conclusions and the crossover first.
+/// Returns the part of the report for one machine. The conclusions and the crossover picture come first.
 fn machine(records: &[Record], number: usize) -> Markup {
     let parts = suite::split(records);
     let chapters = chapters(&parts, number);
@@ -177,7 +178,8 @@ fn machine(records: &[Record], number: usize) -> Markup {
     }
 }
 
-/// Returns the published table with our figures, and the measured figures, folded if that table already shows them.
+/// Returns the chapter as HTML: the published table with our figures, and the measured figures. The measured figures
+/// are collapsed if the published table already shows them.
 fn chapter(chapter: &Chapter<'_>) -> Markup {
     let pictures = html! {
         @for condition in &chapter.conditions {

@@ -1,4 +1,4 @@
-//! The pictures of a report, each with the table of its values.
+//! The pictures of a report. Each picture has a table of its values.
 
 use maud::{Markup, html};
 
@@ -11,11 +11,12 @@ use crate::record::{Engine, Record};
 use crate::stats::rate_text;
 use crate::table::Grid;
 
-/// Colours of the programs, and of the sides of a migration.
+/// Names and colour numbers of the programs and of both sides of a migration.
 const ENGINES: [(&str, usize); 3] = [("Hotlift", 0), ("QEMU", 6), ("QEMU through relays", 2)];
 const SIDES: [(&str, usize); 2] = [("source", 0), ("destination", 1)];
 
-/// Draws total time, downtime and CPU of one condition, with quotients with QEMU and all figures.
+/// Draws total time, downtime and CPU of one condition, and adds the quotients Hotlift / QEMU and all figures as
+/// tables.
 pub fn condition(condition: &Condition<'_>, records: &[Record]) -> Markup {
     let ([source, destination], of_what) = condition.cpu();
     let bar = |series: &Series<'_>, parts: &[(&str, Figure, usize)], unit: f64| {
@@ -79,33 +80,33 @@ pub fn condition(condition: &Condition<'_>, records: &[Record]) -> Markup {
     }
 }
 
-/// One way to migrate a guest, with the rates at which it ran.
+/// One program with one set of migration options, with its runs at several link rates.
 pub struct MigrationVariant<'a> {
-    /// Name that distinguishes it from the others.
+    /// Name that distinguishes this variant from the others.
     pub name: &'a str,
-    /// Name of its method, the same for all engines.
+    /// Name of the compression method, the same for all engines.
     method: &'a str,
-    /// Program that ran it.
+    /// Program that migrated the guest.
     pub engine: Engine,
-    /// True if this is method `auto`; the others are shown for comparison.
+    /// True for method `auto`; its line is drawn last.
     is_auto: bool,
-    /// Runs by rate in bytes per second; `None` is no limit.
+    /// Runs by link rate in bytes per second; the rate is `None` without a limit.
     pub points: Vec<(Option<f64>, &'a Series<'a>)>,
 }
 
-/// The ways to migrate one guest over several links.
+/// Comparison of migration variants for one guest over several link rates: at some rates another variant is faster.
 pub struct Crossover<'a> {
     guest: String,
-    /// The ways that ran at two rates or more.
+    /// Variants that ran at two link rates or more.
     pub variants: Vec<MigrationVariant<'a>>,
-    /// Rates, the slowest first.
+    /// Link rates in bytes per second, the slowest first; `None` is no limit.
     pub rates: Vec<Option<f64>>,
 }
 
-/// Returns a crossover for each guest that was migrated over several links, the one with most links first.
+/// Returns a crossover for each guest that was migrated over several links. The guest with the most links comes first.
 pub fn crossovers<'a>(conditions: &'a [Condition<'a>]) -> Vec<Crossover<'a>> {
     let mut guests: Vec<Vec<&Condition<'_>>> = Vec::new();
-    // A condition that changes during the run has no single rate to draw it at.
+    // A condition whose rate changes during the run has no single rate, so it cannot be drawn.
     for condition in conditions.iter().filter(|condition| condition.is_steady()) {
         let same = |guest: &&mut Vec<&Condition<'_>>| guest[0].has_the_guest_of(condition);
         match guests.iter_mut().find(same) {
@@ -152,7 +153,7 @@ fn crossover<'a>(guest: &[&'a Condition<'a>]) -> Crossover<'a> {
     }
 }
 
-/// Returns the median of the total time, in seconds.
+/// Returns the median of the total time, in seconds; `None` without completed runs.
 pub fn seconds(series: &Series<'_>) -> Option<f64> {
     Some(series.spread(figures::TOTAL_MS)?.median / 1e3)
 }
@@ -170,7 +171,7 @@ impl Crossover<'_> {
             true => ("wire, Gbit/s", 1e9),
             false => ("wire, Mbit/s", 1e6),
         };
-        // A link without limit is drawn to the right of all others.
+        // A link without a limit is drawn to the right of all limited links.
         let place = |rate: Option<f64>| rate.unwrap_or(fastest.max(1e6) * 4.0) * 8.0 / bits;
         let x = || {
             let mut x = Axis::new(unit, points().map(|(rate, _)| place(*rate)), true);

@@ -1,8 +1,8 @@
 //! Elements of pictures: bars in a table, lines in inline SVG.
 //!
-//! Colours are custom properties of the page, so that they follow light and dark mode. No meaning depends on colour alone:
-//! a bar has its name and value next to it, and a line its own marker, in the picture and in the legend. Text is HTML
-//! wherever possible: the browser wraps it and knows its width.
+//! Colours are custom CSS properties of the page, and change with light and dark mode. No meaning depends on colour
+//! alone. A bar has its name and value next to it. A line has its own marker, in the picture and in the legend. Text is
+//! HTML where possible, because the browser wraps HTML text and knows its width.
 
 use maud::{Markup, html};
 
@@ -11,24 +11,24 @@ use crate::stats::{number, short};
 /// Number of colours in the style sheet.
 const COLOURS: usize = 8;
 
-/// Returns the colour with that number.
+/// Returns the CSS value of colour `number`.
 fn colour(number: usize) -> String {
     format!("var(--c{})", number % COLOURS)
 }
 
-/// A part of a bar.
+/// A segment of a bar.
 pub struct Part {
-    /// Its name, shown as a tooltip.
+    /// Name of the segment, shown as a tooltip.
     pub name: String,
     pub value: f64,
     pub colour: usize,
 }
 
-/// A horizontal bar.
+/// A horizontal bar of stacked segments.
 pub struct Bar {
     pub name: String,
     pub parts: Vec<Part>,
-    /// Lowest and highest sum over several runs.
+    /// Lowest and highest length of the bar over several runs.
     pub spread: Option<(f64, f64)>,
 }
 
@@ -38,7 +38,7 @@ impl Bar {
     }
 }
 
-/// Draws bars with their names and values; `title` names the quantity and its unit.
+/// Draws bars with their names and values. `title` names the quantity; `unit` is its unit.
 pub fn bars(title: &str, unit: &str, bars: &[Bar]) -> Markup {
     let end = |bar: &Bar| {
         bar.spread
@@ -82,12 +82,12 @@ pub fn legend(names: &[(&str, usize)]) -> Markup {
     }
 }
 
-/// A line through points.
+/// A line through points, with a name for the legend.
 pub struct Line {
     pub name: String,
     pub colour: usize,
     pub dashed: bool,
-    /// True for the line that the others are compared with.
+    /// True for the line that all others are compared with; it is drawn bold.
     pub bold: bool,
     pub points: Vec<(f64, f64)>,
 }
@@ -96,21 +96,22 @@ pub struct Line {
 pub struct Area {
     pub name: String,
     pub colour: usize,
-    /// Position, lower and upper end.
+    /// Points of the area: x position, lower end, upper end.
     pub points: Vec<(f64, f64, f64)>,
 }
 
-/// Title, marks and scale of an axis.
+/// Axis of a picture: title, marks and scale.
 pub struct Axis {
-    /// The quantity and its unit.
+    /// Title: the quantity and its unit.
     pub title: String,
-    /// Positions and labels of the marks. The first and the last are the ends of the axis.
+    /// Positions and labels of the marks. The first and the last mark are the ends of the axis.
     pub ticks: Vec<(f64, String)>,
     logarithmic: bool,
 }
 
 impl Axis {
-    /// Creates an axis from 0 (if logarithmic: below the lowest value) to above the highest, with marks at 1, 2, 5 times 10^n.
+    /// Creates an axis from 0 to above the highest value, with marks at 1, 2, 5 times 10^n. A logarithmic axis begins
+    /// below the lowest value instead.
     pub fn new(title: &str, values: impl Iterator<Item = f64>, logarithmic: bool) -> Self {
         let values = values.filter(|value| value.is_finite() && *value > 0.0);
         let ends = values.fold((f64::INFINITY, 1e-3_f64), |(least, most), value| {
@@ -141,7 +142,7 @@ impl Axis {
         }
     }
 
-    /// Returns the position of `value`: 0 at the first mark, 1 at the last.
+    /// Returns the position of `value` on the axis: 0 at the first mark, 1 at the last.
     fn place(&self, value: f64) -> f64 {
         let map = |value: f64| match self.logarithmic {
             true => value.max(1e-9).ln(),
@@ -156,7 +157,7 @@ impl Axis {
     }
 }
 
-/// Returns the smallest number of the form 1, 2 or 5 times a power of ten that is not below `least`.
+/// Returns the smallest number of the form 1, 2 or 5 times a power of ten that is at least `least`.
 fn nice_step(least: f64) -> f64 {
     let power = 10_f64.powf(least.max(1e-9).log10().floor());
     let steps = [1.0, 2.0, 5.0, 10.0].map(|step| step * power);
@@ -168,27 +169,27 @@ fn nice_step(least: f64) -> f64 {
 
 /// A picture of lines.
 pub struct Plot<'a> {
-    /// Unique in the page.
+    /// HTML ID of the picture, unique in the page.
     pub id: &'a str,
-    /// Description for readers who cannot see it.
+    /// Description of the picture for screen readers.
     pub title: &'a str,
     pub x: Axis,
     pub y: Axis,
     /// Areas drawn below the lines.
     pub areas: &'a [Area],
     pub lines: &'a [Line],
-    /// True if points have markers.
+    /// True if the points have markers.
     pub markers: bool,
 }
 
-/// Sizes are in units of the picture's text, whose lines are 16 high.
+/// Width of a picture, in SVG units; a text line is 16 units high.
 const WIDTH: f64 = 640.0;
 const LEFT: f64 = 52.0;
 const RIGHT: f64 = WIDTH - 32.0;
 const TOP: f64 = 28.0;
 const BOTTOM: f64 = 300.0;
 
-/// Draws the picture, with a legend in the order of the lines' ends.
+/// Draws the picture. The legend has the order of the lines' right ends.
 pub fn lines(plot: &Plot<'_>) -> Markup {
     let across = |x: f64| LEFT + plot.x.place(x) * (RIGHT - LEFT);
     let up = |y: f64| BOTTOM - plot.y.place(y) * (BOTTOM - TOP);
@@ -258,7 +259,7 @@ pub fn lines(plot: &Plot<'_>) -> Markup {
                         (line.name)
                     }
                 }
-                // In stacking order: the highest first.
+                // The areas are listed in stacking order, the highest first.
                 @for area in plot.areas.iter().rev() {
                     li { span.key style={ "background:" (colour(area.colour)) } {} (area.name) }
                 }
@@ -274,7 +275,7 @@ fn width(line: &Line) -> &'static str {
     }
 }
 
-/// Draws a circle, square, triangle or diamond; hollow on a dashed line.
+/// Draws the marker of a point: circle, square, triangle or diamond, hollow on a dashed line.
 fn marker(line: &Line, (x, y): (f64, f64), title: &str) -> Markup {
     let shape = match line.colour % 4 {
         0 => format!(

@@ -7,7 +7,7 @@ use crate::figures::{self, Figure};
 use crate::record::{Completed, Record};
 use crate::table::{Grid, is_the_same_work, pairs, verified};
 
-/// Returns the table as HTML. In a narrow table, a spread stays in one line below its median.
+/// Returns the table as HTML. If the table is narrow, a spread is in one line below its median.
 pub fn of(table: &Grid) -> Markup {
     let class = |column: usize| (column > 0 && column == table.words).then_some("words");
     let spread = |text: &str| {
@@ -41,12 +41,12 @@ pub fn of(table: &Grid) -> Markup {
     }
 }
 
-/// Returns `inner` folded below `summary`.
+/// Returns `inner` in a collapsible element with the title `summary`.
 pub fn details(summary: &str, inner: &Markup) -> Markup {
     html! { details { summary { (summary) } (inner) } }
 }
 
-/// Returns a table of medians and spread of all figures.
+/// Returns a table of median and spread of all figures, a line for each series.
 pub fn figures(series: &[Series<'_>]) -> Markup {
     let all: Vec<&Completed> = series.iter().flat_map(Series::completed).collect();
     let columns = figures::meaningful(figures::ALL, &all);
@@ -62,7 +62,7 @@ pub fn figures(series: &[Series<'_>]) -> Markup {
     of(&table)
 }
 
-/// Returns a table of the quotients Hotlift / QEMU of runs with the same repeat; empty without QEMU.
+/// Returns a table of the quotients Hotlift / QEMU, made of runs with the same repeat number; empty without QEMU.
 pub fn quotients(condition: &Condition<'_>, records: &[Record]) -> Markup {
     let compared = compared(condition);
     let names = compared.iter().map(|(name, _)| *name);
@@ -83,7 +83,7 @@ pub fn quotients(condition: &Condition<'_>, records: &[Record]) -> Markup {
     html! { @if !table.rows.is_empty() { (of(&table)) } }
 }
 
-/// Returns our rows, each with QEMU's row of the same work.
+/// Returns Hotlift's series, each with the QEMU series of the same work.
 pub fn beside_qemu<'a>(
     condition: &'a Condition<'a>,
 ) -> impl Iterator<Item = (&'a Series<'a>, &'a Series<'a>)> {

@@ -8,7 +8,7 @@ use super::super::record::tests::example;
 use super::super::record::{Completed, Engine, Outcome, Record};
 use super::*;
 
-/// A name that would run a script if it were not escaped.
+/// A name that would run a script if the report did not escape it.
 const HOSTILE: &str =
     "</title><script>console.error('ran')</script><img src=x onerror=alert(1)>&\"'";
 
@@ -87,10 +87,10 @@ fn count(text: &str, what: &str) -> usize {
 #[test]
 fn the_report_has_every_chart_with_its_table_and_no_external_resource() {
     let html = html(&records());
-    // Two pictures of the crossover with a line for each method.
+    // Two crossover pictures with a line for each method.
     assert_eq!(count(&html, "<svg class=\"lines\""), 2);
     assert_eq!(count(&html, "<path class=\"line\""), 4 + 4);
-    // Total time, downtime and CPU of four rates.
+    // Total time, downtime and CPU at four link rates.
     assert_eq!(count(&html, "<table class=\"bars\""), 4 * 3);
     for words in [
         "Where methods cross",
@@ -157,7 +157,7 @@ fn rows_that_differ_only_in_an_option_have_their_own_names_and_bars() {
     records.extend(others);
     let text = html(&records);
     assert!(text.contains("zstd 1, 2 ch, multifd-packet-size=1M"));
-    // Threads are drawn for a limited number of rows only.
+    // CPU time by thread is drawn for a limited number of rows only.
     assert!(count(&text, "<span class=\"bar\"") > before * 3 / 2);
 }
 
@@ -221,7 +221,7 @@ fn a_report_without_successful_runs_is_complete() {
     }
 }
 
-/// Work of simulated devices is no measurement, and the report states it first.
+/// The report first states that a device was simulated, because its work is no measurement.
 #[test]
 fn simulated_devices_are_called_simulated() {
     let mut records = records();
@@ -270,7 +270,7 @@ fn a_browser_shows_the_report_without_errors() {
             .expect("the browser starts");
         let printed = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.success(), "{printed}");
-        // A page that breaks its own policy, or requests a missing file, logs it on the console.
+        // A page that violates its own policy, or requests a missing file, logs an error on the console.
         let complaint =
             |line: &&str| line.contains(":CONSOLE") && !line.contains("source: chrome://");
         assert_eq!(printed.lines().find(complaint), None);

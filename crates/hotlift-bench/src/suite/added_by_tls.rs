@@ -1,4 +1,5 @@
-//! Cost of TLS: runs over TLS minus the same runs without it, next to the cost of the cipher alone.
+//! Cost of TLS: figures of runs over TLS minus figures of the same runs without TLS. The cost of the cipher alone is
+//! shown beside it.
 
 use crate::certificates::{OPTION, wants_row};
 use crate::figures::{DESTINATION_CPU, SOURCE_CPU, both_cpu};
@@ -6,13 +7,13 @@ use crate::record::{Completed, Record, Row};
 use crate::stats;
 use crate::table::{Grid, series};
 
-/// Runs of one row, each with the run of the same turn without TLS.
+/// Runs of one row over TLS, each with the run without TLS of the same repeat number.
 type Pairs<'a> = [(&'a Record, &'a Completed, &'a Completed)];
 
-/// A figure of such a pair; NaN where it has no meaning.
+/// Computes a figure of a pair of runs, with and without TLS; NaN where the figure has no meaning.
 type Figure = fn(&Record, &Completed, &Completed) -> f64;
 
-/// The columns.
+/// Columns of the table: heading and figure.
 const COLUMNS: &[(&str, Figure)] = &[
     ("total ms", |_, with, without| {
         with.source.total_ms - without.source.total_ms
@@ -45,7 +46,7 @@ fn more(figure: fn(&Completed) -> Option<f64>, with: &Completed, without: &Compl
     of(figure, with) - of(figure, without)
 }
 
-/// Returns the table, if `records` contain runs over TLS.
+/// Returns the table with its caption; `None` unless `records` contain runs over TLS.
 pub fn table(records: &[Record]) -> Option<(String, Grid)> {
     let names = COLUMNS.iter().map(|(name, _)| *name);
     let mut table = Grid::new(["", ""].into_iter().chain(names), 1);
@@ -75,7 +76,7 @@ fn text(pairs: &Pairs<'_>, figure: Figure) -> String {
     )
 }
 
-/// Returns the runs of `row`, each with the run of the same repeat without TLS.
+/// Returns the runs of `row`, each with the run without TLS of the same repeat number.
 fn pairs<'a>(
     records: &'a [Record],
     row: &Row,

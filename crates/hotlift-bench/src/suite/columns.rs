@@ -1,16 +1,16 @@
-//! The columns of published tables, each with our figure of the same definition.
+//! Columns of the published tables. Each column has Hotlift's figure with the published definition.
 
 use serde::{Deserialize, Deserializer, de};
 
 use crate::figures;
 use crate::record::{Completed, Record};
 
-/// A column of a published table.
+/// A column of a published table, with Hotlift's figure of the same definition.
 #[derive(Debug, Clone, Copy)]
 pub struct Column {
-    /// Its heading.
+    /// Heading of the column.
     pub name: &'static str,
-    /// Our figure; NaN where it has no meaning.
+    /// Computes Hotlift's figure; NaN where the figure has no meaning.
     pub figure: fn(&Record, &Completed) -> f64,
 }
 
@@ -18,7 +18,7 @@ const fn column(name: &'static str, figure: fn(&Record, &Completed) -> f64) -> C
     Column { name, figure }
 }
 
-/// All columns.
+/// All columns of the published tables.
 pub const ALL: &[Column] = &[
     column("total ms", |_, run| run.source.total_ms),
     column("down ms", |_, run| run.source.downtime_ms),

@@ -1,4 +1,4 @@
-//! A published table with our figures next to it, and the differences.
+//! Compares a published table with Hotlift's figures.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -12,13 +12,13 @@ use crate::record::{Record, Row};
 use crate::stats::{self, plain};
 use crate::table::{Grid, Labels, is_the_same_work, pairs, series};
 
-/// A published table with our figures next to it.
+/// A published table with Hotlift's figures next to the published figures.
 pub struct ComparisonTable {
-    /// Author, place, date and machine of the publication; or the subject of the table.
+    /// Author, place, date and machine of the publication. For Hotlift's own tables, the subject.
     pub heading: String,
-    /// Conclusions, a line each; empty for a published table.
+    /// Conclusions, one per line; empty for a published table.
     pub conclusions: Vec<String>,
-    /// Differences of our runs, a line each.
+    /// Differences of Hotlift's runs from the published measurement, one per line.
     pub differs: Vec<String>,
     /// The tables, each with its caption.
     pub tables: Vec<(String, Grid)>,
@@ -44,7 +44,7 @@ impl Display for ComparisonTable {
 }
 
 impl Suite {
-    /// Returns the published table with our figures next to it, and the differences.
+    /// Returns the table: published figures, Hotlift's figures next to each, and the differences of the measurement.
     pub fn sheet(&self, records: &[Record]) -> ComparisonTable {
         let columns = self.columns.iter().map(|column| column.name);
         let mut shown = Grid::new(["", ""].into_iter().chain(columns), 1);
@@ -88,8 +88,8 @@ impl Suite {
         sheet
     }
 
-    /// Returns our lines below a published row: Hotlift, each QEMU, and the quotient of both, for each setting that
-    /// the row leaves open.
+    /// Returns the lines below a published row: Hotlift, each QEMU, and the quotient Hotlift / QEMU. There is one set
+    /// of lines for each setting that the published row does not define.
     fn ours(
         &self,
         block: &Block,
@@ -207,7 +207,7 @@ impl Suite {
     }
 }
 
-/// Returns true if a row needs an accelerator.
+/// Returns true if the options of a row require an accelerator device.
 fn needs_device((block, row): &(&Block, &Published)) -> bool {
     let mut options = block.options_of(row);
     options.any(|(name, value)| (name, value) == ("accelerator", "required") || value == DEVICES)

@@ -1,4 +1,4 @@
-//! The kernel's counts for kinds of threads: waits, page faults, CPU.
+//! The kernel's counts for each kind of thread: waits, page faults, CPU time.
 
 use super::load::{Kind, Side, Suite};
 use crate::record::{Completed, Record, ThreadCounts, program_names};
@@ -7,10 +7,10 @@ use crate::table::Grid;
 
 const PAGES_PER_GIB: f64 = 262_144.0;
 
-/// A count: its name and its getter.
+/// A count: its name, and the function that reads it.
 pub type Count = (&'static str, fn(&ThreadCounts) -> f64);
 
-/// All counts.
+/// All counts, in the order of the columns.
 #[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
 pub const COUNTS: &[Count] = &[
     ("waits", |thread| thread.waits as f64),
@@ -19,7 +19,8 @@ pub const COUNTS: &[Count] = &[
     ("CPU s", |thread| thread.cpu_s),
 ];
 
-/// Returns the counts of all threads of a kind together, per GiB of pages with content; none for a suite without kinds.
+/// Returns a table of the counts per GiB of pages with content, summed over the threads of each kind. `None` if the
+/// suite defines no kinds.
 pub fn table(suite: &Suite, records: &[Record]) -> Option<(String, Grid)> {
     let names = COUNTS.iter().map(|(name, _)| *name);
     let mut table = Grid::new(["threads", ""].into_iter().chain(names), 1);
@@ -47,7 +48,7 @@ pub fn table(suite: &Suite, records: &[Record]) -> Option<(String, Grid)> {
     (!suite.kinds.is_empty()).then_some((caption, table))
 }
 
-/// Returns the sum of each count over the threads of a kind, for each run that has such threads.
+/// Returns the sum of each count over the threads of `kind`, for each run that has such threads.
 fn sums<'a>(runs: impl Iterator<Item = &'a Record>, kind: &Kind) -> Vec<[f64; COUNTS.len()]> {
     let of = |run: &Completed| {
         let threads = match kind.side {

@@ -1,7 +1,7 @@
-//! A table of runs, mostly a published one, as written in `suites/*.toml`, and the checks when it is read.
+//! Reads and checks a suite: a table of runs in `suites/*.toml`, mostly a published one.
 //!
-//! A table is blocks of rows that share most of their settings. Each row has the options of its measurement, by
-//! their names in a migration, and the published figures, one for each column.
+//! A table has blocks of rows. The rows of a block share most settings. Each row has the migration options of its
+//! measurement, and the published figures, one for each column.
 
 use std::collections::BTreeMap;
 
@@ -15,39 +15,39 @@ use super::sweep::{self, Sweep};
 use crate::cell::with_method;
 use hotlift_command::migration_args::MigrationArgs;
 
-/// Value of an option: the accelerators of this host, or those that `--with` names.
+/// Placeholder value of an option. It is replaced by the accelerators of this host, or those that `--with` names.
 pub const DEVICES: &str = "devices";
 
-/// A table of runs.
+/// A suite: a table of runs, published or Hotlift's own.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Suite {
-    /// Its name, as typed.
+    /// Name of the suite, as typed on the command line.
     pub name: String,
-    /// Author, place and date of the publication; or the subject of the table.
+    /// Author, place and date of the publication. For Hotlift's own tables, the subject.
     pub source: String,
-    /// Machine of the published measurement.
+    /// Machine of the published measurement; `None` for Hotlift's own tables.
     #[serde(default)]
     pub machine: Option<String>,
-    /// Differences of our runs, apart from machine and size.
+    /// Differences of Hotlift's runs from the published measurement, apart from machine and guest size.
     pub differs: Vec<String>,
-    /// GiB of RAM of the published guest.
+    /// RAM of the published guest, in GiB.
     pub ram_gib: u64,
     /// Figures shown for each run.
     pub columns: Vec<Column>,
-    /// The blocks of the table.
+    /// Blocks of rows of the table.
     #[serde(default, rename = "block")]
     pub blocks: Vec<Block>,
-    /// Combinations of lists, instead of blocks.
+    /// Combinations of listed settings, which replace blocks.
     #[serde(default, rename = "sweep")]
     pub sweeps: Vec<Sweep>,
-    /// True if `--suite all` omits it because it takes hours.
+    /// True if `--suite all` omits the suite, because its runs take hours.
     #[serde(default)]
     pub by_name_alone: bool,
     /// Published CPU time of each thread, in separate tables.
     #[serde(default)]
     pub threads: Vec<ThreadTable>,
-    /// Kinds of threads whose kernel counts are shown.
+    /// Kinds of threads for which the kernel's counts are shown.
     #[serde(default)]
     pub kinds: Vec<Kind>,
 }
@@ -78,23 +78,23 @@ pub struct Block {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Published {
-    /// Name that distinguishes it from the others of its block.
+    /// Name that distinguishes the row from others of its block.
     pub name: String,
-    /// Options of this row only.
+    /// Options of this row, which override those of its block.
     #[serde(default)]
     pub options: BTreeMap<String, String>,
-    /// A figure for each column, NaN where none was published; empty without any.
+    /// A published figure for each column, NaN where none was published; empty if the row has no published figures.
     #[serde(default)]
     pub published: Vec<f64>,
 }
 
-/// Published CPU time by thread, for one share of zero pages.
+/// Table of the published CPU time of each thread, for one share of zero pages.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct ThreadTable {
-    /// Its caption.
+    /// Caption of the table.
     pub title: String,
-    /// Share of zero pages of its runs.
+    /// Share of zero pages in these runs, 0 to 1.
     pub zero_share: f64,
     /// The threads.
     pub rows: Vec<ThreadRow>,
@@ -104,23 +104,23 @@ pub struct ThreadTable {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ThreadRow {
-    /// Its name in QEMU.
+    /// Name of the thread in QEMU.
     pub name: String,
-    /// Its time when the CPU detects zero pages.
+    /// CPU time when the CPU detects zero pages; `None` if not published.
     pub cpu: Option<f64>,
-    /// Its time when DSA detects them.
+    /// CPU time when a DSA device detects zero pages; `None` if not published.
     pub dsa: Option<f64>,
 }
 
-/// Threads whose counts are added up.
+/// A kind of thread: the counts of its threads are added up.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Kind {
-    /// Their work.
+    /// Work of these threads, as shown in the table.
     pub name: String,
-    /// The side that they run on.
+    /// Side of the migration on which these threads run.
     pub side: Side,
-    /// Prefixes of their names, in Hotlift and in QEMU.
+    /// Prefixes of the names of these threads, in Hotlift and in QEMU.
     pub begins: Vec<String>,
 }
 
@@ -134,26 +134,26 @@ pub enum Side {
     Destination,
 }
 
-/// An error in a file of a suite.
+/// An error in the file of a suite.
 #[derive(Debug, thiserror::Error)]
 pub enum SuiteError {
     /// The file is not TOML, or has an unknown structure.
     #[error("not the format of a suite")]
     Format(#[from] toml::de::Error),
-    /// A row does not have a figure for each column.
+    /// The number of published figures in a row differs from the number of columns.
     #[error("{row}: {figures} figures for {columns} columns")]
     Figures {
         /// Block and row.
         row: String,
-        /// Published figures.
+        /// Number of published figures.
         figures: usize,
-        /// Columns.
+        /// Number of columns.
         columns: usize,
     },
-    /// A share of zero pages is out of range.
+    /// A share of zero pages is not between 0 and 1.
     #[error("{title}: zero-share is not 0 to 1")]
     ZeroShare {
-        /// The block.
+        /// Title of the block.
         title: String,
     },
     /// A row has an invalid option.
@@ -171,7 +171,7 @@ impl Suite {
     /// Parses the suite in `text`.
     ///
     /// # Errors
-    /// If it is invalid; the error names the row.
+    /// If the text is invalid. The error names the row.
     pub fn read(text: &str) -> Result<Self, SuiteError> {
         let suite: Self = toml::from_str(text)?;
         for sweep in &suite.sweeps {
@@ -210,7 +210,8 @@ impl Suite {
 }
 
 impl Block {
-    /// Returns the options of one of its rows: name and value, the row's own last.
+    /// Returns the options of a row by name and value. Options of the row itself come last, and override those of its
+    /// block.
     pub fn options_of<'a>(
         &'a self,
         row: &'a Published,
@@ -220,7 +221,7 @@ impl Block {
     }
 }
 
-/// Checks each option alone: the table is valid even if this host lacks the accelerators.
+/// Checks each option separately, so that a table is valid even if this host lacks the accelerators.
 fn check_options(block: &Block, row: &Published) -> Result<(), OptionError> {
     with_method(&MigrationArgs::default(), &block.method, None)?;
     let mut options = Options::default();
@@ -237,7 +238,7 @@ fn check_options(block: &Block, row: &Published) -> Result<(), OptionError> {
 mod tests {
     use super::*;
 
-    /// Returns a suite with one row, in which one line is replaced.
+    /// Returns a suite with one row, in which `other` replaces the line `line`.
     fn with(line: &str, other: &str) -> Result<Suite, SuiteError> {
         let text = r#"
 name = "one"

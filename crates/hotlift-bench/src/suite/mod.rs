@@ -1,4 +1,4 @@
-//! The published tables, row by row, with our own figures next to theirs; and our own tables.
+//! The published tables with Hotlift's figures next to each row, and Hotlift's own tables.
 //!
 //! | file | subject |
 //! |---|---|
@@ -51,14 +51,14 @@ static SUITES: LazyLock<[Suite; 7]> = LazyLock::new(|| {
     FILES.map(|text| Suite::read(text).expect("it is compiled in, and a test reads it"))
 });
 
-/// Value of `--suite`.
+/// The suites that a value of `--suite` selects.
 #[derive(Debug, Clone)]
 pub struct Choice(pub Vec<&'static Suite>);
 
-/// Returns the suite with this name, or for "all" the suites that do not have to be named.
+/// Returns the suite `name`. For "all", returns every suite that does not require its name.
 ///
 /// # Errors
-/// If there is none; the error lists the names.
+/// If there is no such suite. The error lists the names.
 pub fn choose(name: &str) -> Result<Choice, String> {
     match name {
         "all" => Ok(Choice(
@@ -70,10 +70,10 @@ pub fn choose(name: &str) -> Result<Choice, String> {
     }
 }
 
-/// Returns the suite with this name.
+/// Returns the suite `name`.
 ///
 /// # Errors
-/// If there is none; the error lists the names.
+/// If there is no such suite. The error lists the names.
 pub fn find(name: &str) -> Result<&'static Suite, String> {
     let found = SUITES.iter().find(|suite| suite.name == name);
     found.ok_or_else(|| {
@@ -82,8 +82,8 @@ pub fn find(name: &str) -> Result<&'static Suite, String> {
     })
 }
 
-/// Splits records into those that one table can show, in the order of their first appearance: by suite, machine and
-/// work.
+/// Splits records into groups that one table can show: by suite, machine and work. Groups are in the order of their
+/// first record.
 pub fn split(records: &[Record]) -> Vec<Vec<Record>> {
     let mut works: BTreeMap<(&str, &str), Work<'_>> = BTreeMap::new();
     for record in records {
@@ -101,7 +101,7 @@ pub fn split(records: &[Record]) -> Vec<Vec<Record>> {
     tables.into_iter().map(|(_, records)| records).collect()
 }
 
-/// The work of one call of the bench, apart from the settings that a published row has itself.
+/// Settings that one call of the bench applies to all rows. Settings of the published rows are excluded.
 #[derive(Default, PartialEq)]
 struct Work<'a> {
     suite: &'a str,
@@ -118,7 +118,7 @@ impl<'a> Work<'a> {
         let machine = &record.machine;
         self.machines.insert(machine.identity());
         if find(&record.suite).is_err() {
-            // A matrix: its labels show what differs.
+            // The labels of a matrix already show the differences.
             return;
         }
         let (row, guest) = (&record.row, &record.row.guest);
@@ -136,21 +136,21 @@ impl<'a> Work<'a> {
     }
 }
 
-/// Maximum RAM of a suite's guest for each core of this machine, unless `--ram` is given. The published hosts had dozens of
-/// cores, and some thirty rows must complete in less than a day.
+/// Maximum RAM of a suite's guest in bytes, for each core of this machine; `--ram` overrides it. The published hosts
+/// had dozens of cores, and some thirty rows must complete in less than a day.
 const RAM_PER_CORE: u64 = 1 << 30;
 
 impl Suite {
-    /// Returns the bytes of RAM of its guests here, before the check of free memory.
+    /// Returns the RAM of the suite's guests on this machine, in bytes. Free memory is not checked yet.
     pub fn ram(&self) -> u64 {
         let cores = u64::try_from(machine::cores()).unwrap_or(u64::MAX);
         (self.ram_gib << 30).min(RAM_PER_CORE.saturating_mul(cores))
     }
 
-    /// Returns a cell for every row that this host can try, for a guest like `base`.
+    /// Returns a cell for every row that this host can try. `base` has the other settings of the guest.
     ///
     /// # Errors
-    /// If the rows set an option of `--with` themselves, if such an option has no effect in a row, or if options conflict.
+    /// If a row sets an option of `--with` itself, if such an option has no effect in a row, or if options conflict.
     pub fn cells(&self, base: &GuestArgs, matrix: &MatrixArgs) -> Result<Vec<Cell>, BenchError> {
         if let Some(option) = matrix.with_names().find(|name| self.sets(name)) {
             return Err(self.sets_itself(&format!("--with {option}"), option));
@@ -176,7 +176,7 @@ impl Suite {
                 }
             };
             let kind = guest.kind();
-            // Only rows that name devices use them.
+            // Only rows that use devices get the devices of `--with`.
             for migration in matrix.with_each(vec![migration], &["accel-path"])? {
                 let cell = Cell {
                     engine: Engine::Hotlift,
@@ -203,7 +203,7 @@ impl Suite {
         Ok(cells)
     }
 
-    /// Returns the error for `flag`, which sets an `option` that the rows set.
+    /// Returns the error for `flag`, whose `option` is set by the rows of the suite.
     pub fn sets_itself(&self, flag: &str, option: &'static str) -> BenchError {
         BenchError::SuiteSets {
             suite: self.name.clone(),
@@ -212,8 +212,8 @@ impl Suite {
         }
     }
 
-    /// Returns true if its rows set this option themselves. [`DEVICES`] does not count: it stands for devices of this host or
-    /// of `--with`.
+    /// Returns true if rows of the suite set this option. The value [`DEVICES`] does not count: it is a placeholder for
+    /// the devices of this host or of `--with`.
     fn sets(&self, name: &str) -> bool {
         let is = |(set, value): (&str, &str)| {
             value != DEVICES && option(set).is_ok_and(|info| info.name == name)
@@ -226,10 +226,10 @@ impl Suite {
     }
 }
 
-/// Returns the options of a row; `None` if they name devices and this host has none.
+/// Returns the options of a row; `None` if the row uses devices and this host has none.
 ///
 /// # Errors
-/// If they require an accelerator that this host lacks.
+/// If the options require an accelerator that this host lacks.
 fn own_options(
     block: &Block,
     row: &Published,
@@ -248,7 +248,7 @@ fn own_options(
     with_method(&migration, &block.method, None).map(Some)
 }
 
-/// Returns DSA's work queues of this host, in the format of `accel-path`; empty if there are none.
+/// Returns the DSA work queues of this host, in the format of `accel-path`; empty without work queues.
 fn devices() -> String {
     let queues = std::fs::read_dir("/dev/dsa")
         .into_iter()
@@ -261,7 +261,7 @@ fn devices() -> String {
     paths.join(" ")
 }
 
-/// Returns true if `row` ran with the settings of the published row.
+/// Returns true if `row` ran with the settings of the row `published` in `block`.
 fn is_of(block: &Block, published: &Published, row: &Row) -> bool {
     let guest = &row.guest;
     row.method == block.method
@@ -272,7 +272,7 @@ fn is_of(block: &Block, published: &Published, row: &Row) -> bool {
             .all(|(name, value)| has(row, name, value))
 }
 
-/// Returns true if this share of zero pages was requested.
+/// Returns true if `row` was run with this share of zero pages.
 fn has_zero_share(row: &Row, share: f64) -> bool {
     let asked = row.guest.zero_share;
     asked.is_some_and(|asked| (asked - share).abs() < 1e-9)
@@ -290,7 +290,7 @@ fn has(row: &Row, name: &str, value: &str) -> bool {
     }
 }
 
-/// Returns true if a device of this row was the software model.
+/// Returns true if a device of this row was the simulated device (software model).
 fn is_simulated(row: &Row) -> bool {
     row.options
         .get("accel-path")

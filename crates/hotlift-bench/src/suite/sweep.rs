@@ -1,4 +1,4 @@
-//! Rows that are every combination of some lists: of guests, links and methods.
+//! Sweeps: rows that are every combination of listed guests, links and methods.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,65 +16,65 @@ use crate::link::Link;
 use crate::matrix::{MatrixArgs, add_new, each};
 use crate::record::Engine;
 
-/// A list of values for each setting.
+/// A list of values for each setting. Every combination is a row.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Sweep {
-    /// Its subject.
+    /// Subject of the sweep, shown as its title.
     pub title: String,
-    /// Contents of RAM.
+    /// Contents of RAM to run with.
     fills: Vec<Content>,
-    /// Bytes of RAM.
+    /// Sizes of RAM, in bytes.
     #[serde(deserialize_with = "sizes")]
     ram: Vec<u64>,
     /// The guest's write pattern; idle by default.
     #[serde(default = "idle", deserialize_with = "workload")]
     workload: Workload,
-    /// Pages that the guest writes per second.
+    /// Rates at which the guest writes, in pages per second.
     #[serde(default)]
     rates: Vec<u64>,
-    /// Bytes of the working set.
+    /// Size of the working set, in bytes; `None` for the default.
     #[serde(default, deserialize_with = "maybe_size")]
     working_set: Option<u64>,
-    /// Links, in the format of `--link`.
+    /// Link limits, in the format of `--link`.
     #[serde(deserialize_with = "links")]
     links: Vec<Link>,
-    /// Time at which a busy thread takes a core.
+    /// Time after the request to migrate at which a busy thread occupies a core; `None` without such a thread.
     #[serde(default, deserialize_with = "maybe_time")]
     neighbour: Option<Duration>,
-    /// Page compression methods, each with its level unless that is the default.
+    /// Page compression methods, each with a level; `None` is the default level.
     #[serde(deserialize_with = "methods")]
     methods: Vec<(String, Option<u8>)>,
     /// Options of all rows.
     options: BTreeMap<String, String>,
 }
 
-/// Combinations that cannot be tried here, each with the reason.
+/// Combinations that this host cannot run, each with the reason.
 pub type SkippedCombinations = Vec<(String, String)>;
 
-/// Content of RAM.
+/// Content of RAM: the source of the bytes, and the share of zero pages.
 #[derive(Debug, Clone, Copy, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Content {
     from: From,
-    /// Share of pages that stay zero, 0 to 1; an image has its own share.
+    /// Share of pages that stay zero, 0 to 1; `None` for a memory image, which has its own zero pages.
     zero_share: Option<f64>,
 }
 
-/// Origin of the bytes.
+/// Source of the bytes in RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum From {
     /// The first value of `--fill`.
     Given,
-    /// Text and random bytes in turn.
+    /// Text and random bytes alternate.
     Mixed,
     /// The first value of `--fill` that is a memory image.
     Image,
 }
 
 impl Sweep {
-    /// Checks its options and methods.
+    /// Checks the options and methods of the sweep.
     ///
     /// # Errors
     /// If an option or a method is invalid.
@@ -89,13 +89,14 @@ impl Sweep {
         Ok(())
     }
 
-    /// Returns the options of all its rows.
+    /// Returns the options that all rows share, by name and value.
     pub fn options(&self) -> impl Iterator<Item = (&str, &str)> {
         let all = self.options.iter();
         all.map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
-    /// Returns a cell for every combination that can be tried here, for a guest like `base`; and the others with the reasons.
+    /// Returns a cell for every combination that this host can run, and the skipped combinations with reasons. `base`
+    /// has the other settings of the guest.
     ///
     /// # Errors
     /// If options conflict, or an option of `--with` has no effect in any combination.
@@ -180,7 +181,7 @@ pub fn workload<'de, D: Deserializer<'de>>(text: D) -> Result<Workload, D::Error
         .map_err(de::Error::custom)
 }
 
-/// Parses a size like "512M".
+/// Parses a size in bytes, with suffix: "512M".
 fn size<E: de::Error>(text: &str) -> Result<u64, E> {
     parse_size(text).ok_or_else(|| de::Error::custom(format!("{text:?} is no size")))
 }
@@ -208,7 +209,7 @@ fn links<'de, D: Deserializer<'de>>(text: D) -> Result<Vec<Link>, D::Error> {
     texts.iter().map(link).collect()
 }
 
-/// Parses methods like "none", "zstd 3".
+/// Parses a list of methods with optional levels, such as "none", "zstd 3".
 fn methods<'de, D: Deserializer<'de>>(text: D) -> Result<Vec<(String, Option<u8>)>, D::Error> {
     let method = |text: String| match text.split_once(' ') {
         None => Ok((text, None)),
@@ -241,7 +242,7 @@ mod tests {
             with.len() - without.len(),
             with.iter().filter(of_image).count()
         );
-        // Each of them has the same conditions with each method.
+        // Every combination of guest and link occurs with each method.
         let rows: Vec<_> = with.iter().map(|cell| cell.row().unwrap()).collect();
         let beside = rows.iter().filter(|row| row.is_comparable(&rows[0]));
         let methods: Vec<_> = beside.map(crate::record::Row::method_and_level).collect();

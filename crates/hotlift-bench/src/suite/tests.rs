@@ -29,7 +29,7 @@ fn every_optional_column_exists_in_the_result_tables() {
     let of_rows = columns::ALL.iter().map(|column| column.name);
     let of_threads = counts::COUNTS.iter().map(|(name, _)| *name);
     let known = of_runs.chain(of_rows).chain(of_threads);
-    // The last name belongs to the demo only.
+    // The last name occurs only in output of `demo`.
     let known: Vec<&str> = known.chain([threads::BY_QEMU, "ch"]).collect();
     for name in width::DISPENSABLE {
         assert!(known.contains(name), "{name}");
@@ -55,7 +55,7 @@ fn every_row_finds_its_cell_again() {
         let mut found = 0;
         for (block, row) in suite.rows() {
             let cells = rows.iter().filter(|one| is_of(block, row, one)).count();
-            // Only rows that require hardware may have none.
+            // Only rows that require a hardware device may lack a cell.
             let mut options = block.options_of(row);
             let demands = options.any(|option| option == ("accelerator", "required"));
             assert!(

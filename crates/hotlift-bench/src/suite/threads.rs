@@ -1,4 +1,4 @@
-//! CPU time by thread, published and ours, with zero pages found by the CPU and by DSA.
+//! CPU time by thread, published and measured, with zero pages detected by the CPU and by DSA.
 
 use super::load::ThreadTable;
 use super::{has_zero_share, is_simulated};
@@ -6,29 +6,30 @@ use crate::record::{Engine, Record};
 use crate::stats::{self, plain};
 use crate::table::Grid;
 
-/// The published thread that only DSA has.
+/// Name of the thread that runs only when DSA detects zero pages.
 const COMPLETION: &str = "dsa_completion";
 
-/// The column that a device's column is compared with.
+/// Heading of the column that DSA is compared with: zero page detection by the CPU.
 const BY_CPU: &str = "Hotlift, CPU";
 
-/// The device's column. Simulated devices are excluded because they save nothing, and QEMU because it uses its CPU.
+/// Heading of the column for detection by DSA. It excludes simulated devices, which save no CPU time, and QEMU, which
+/// detects zero pages by the CPU.
 const BY_DSA: &str = "Hotlift, DSA";
 
-/// Column of QEMU.
+/// Heading of QEMU's column.
 pub const BY_QEMU: &str = "QEMU, CPU";
 
-/// A column of the table: the runs that it shows.
+/// A column of the table: its heading, and the runs it is computed from.
 struct Column<'a> {
     name: &'static str,
     runs: Vec<&'a Record>,
 }
 
-/// Message if the column of a device is missing.
+/// Message for a table without the DSA column, because this machine has no DSA device.
 pub const NO_DEVICE: &str = "no DSA device here, so the CPU's column stands alone: see 'hotlift accel'; a simulated one is \
      --with accel-path=dsa-model:";
 
-/// Returns true if a run used a device, real or simulated.
+/// Returns true if a run used a DSA device, real or simulated.
 pub fn has_device(records: &[Record]) -> bool {
     let mut options = records.iter().map(|run| &run.row.options);
     options.any(|options| options.contains_key("accel-path"))
@@ -101,7 +102,7 @@ fn columns<'a>(published: &ThreadTable, records: &'a [Record]) -> Vec<Column<'a>
 }
 
 impl Column<'_> {
-    /// Returns the CPU ms of the threads that `is` selects, a number for each run.
+    /// Returns the CPU time in ms of the threads that `is` selects by name, one sum for each run.
     fn runtimes(&self, is: impl Fn(&str) -> bool) -> Vec<f64> {
         let of = |run: &&Record| {
             let threads = &run.completed()?.source.side.threads;
@@ -124,7 +125,7 @@ impl Column<'_> {
     }
 }
 
-/// Returns a thread's name in the published table, where it has one.
+/// Returns the name that the published table has for a thread; without one, the thread's own name.
 fn published_name(name: &str) -> String {
     match name.strip_prefix("mig/src/send_") {
         Some(number) => format!("multifdsend_{number}"),
@@ -133,7 +134,8 @@ fn published_name(name: &str) -> String {
     }
 }
 
-/// Returns true for threads in the published totals; those differ by up to 6 ms from the sum of their own rows.
+/// Returns true for threads that the published totals include. These totals differ by up to 6 ms from the sum of their
+/// rows.
 fn is_counted(name: &str) -> bool {
     name == "live_migration" || name == COMPLETION || name.starts_with("multifdsend_")
 }
