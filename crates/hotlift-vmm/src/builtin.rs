@@ -1,4 +1,4 @@
-//! Interface of both built-in guests, beyond that of migratable guests.
+//! Interface of both built-in guests (KVM and threads), in addition to that of migratable guests.
 
 use std::time::Duration;
 
@@ -11,69 +11,70 @@ use crate::layout::{Layout, LayoutError};
 use crate::settings::GuestKind;
 use crate::verify::{Verified, VerifyError};
 
-/// A guest of this crate.
+/// A built-in guest.
 ///
-/// A source is created, filled, and started. A destination is created from settings that agree
-/// (see [`GuestSettings`](crate::GuestSettings)) and neither filled nor started: the engine writes its RAM, loads its
+/// A source is created, filled, and started. A destination is created from equal settings (see
+/// [`GuestSettings`](crate::GuestSettings)), and neither filled nor started: the engine writes its RAM, loads its
 /// devices, and resumes it.
 pub trait BuiltinGuest: Guest {
     /// Returns the kind of guest.
     fn kind(&self) -> GuestKind;
 
-    /// Returns the layout of its RAM, with its working set. On a destination, that of the source once the devices are loaded.
+    /// Returns the layout of the guest's RAM. On a destination, the source's layout replaces it when the devices are
+    /// loaded.
     fn layout(&self) -> Layout;
 
-    /// Returns the pages that its workload writes per second; 0 if it writes none. On a destination, those of the source once
-    /// the devices are loaded.
+    /// Returns the pages that the guest's workload writes per second; 0 if it writes none. On a destination, the
+    /// source's value replaces it when the devices are loaded.
     fn rate(&self) -> u64;
 
-    /// Fills RAM before the start.
+    /// Fills the guest's RAM before the start.
     ///
     /// # Errors
-    /// [`FillError`]; also if the guest was started or filled already.
+    /// [`FillError`]; also if the guest was already filled, started or loaded.
     fn fill(&self, settings: &FillSettings) -> Result<Filled, FillError>;
 
-    /// Boots the guest; when this returns, all its vCPUs run.
+    /// Boots the guest. Returns when all vCPUs run.
     ///
     /// # Errors
-    /// If the guest was started or loaded already, or does not boot.
+    /// If the guest was already started or loaded, or does not boot.
     fn start(&self) -> Result<(), GuestError>;
 
-    /// Checks that the memory of the guest, which must be paused, matches its vCPUs' state.
+    /// Checks that the memory of the guest matches the state of its vCPUs. The guest must be paused.
     ///
     /// # Errors
-    /// [`VerifyError`] with the defect and its location.
+    /// [`VerifyError`] with the mismatch and its location.
     fn verify(&self) -> Result<Verified, VerifyError>;
 
-    /// Returns the writes of all vCPUs so far; for a running guest, up to about the last tick. It grows while the guest runs
-    /// and has a workload.
+    /// Returns the number of page writes of all vCPUs so far. For a running guest, the number may lack writes since
+    /// about the last tick.
     fn writes(&self) -> u64;
 
-    /// Returns the time that [`Guest::throttle`] has taken so far, the sum over all vCPUs.
+    /// Returns the sum of the time for which [`Guest::throttle`] has paused each vCPU so far.
     fn throttled_time(&self) -> Duration;
 
-    /// Checks that all vCPUs are alive.
+    /// Checks that no vCPU has failed.
     ///
     /// # Errors
-    /// The reason of the first vCPU's death (a triple fault, an error of KVM, a panic).
+    /// The reason why the first vCPU failed: a triple fault, an error of KVM, or a panic.
     fn health(&self) -> Result<(), GuestError>;
 
-    /// Returns the lines on the guest's serial port since the last call, at most the last thousand; `hotlift vcpu=0 writes=123
-    /// errors=0` once per second and vCPU.
+    /// Returns the lines on the guest's serial port since the last call, at most the last thousand. Each vCPU prints
+    /// `hotlift vcpu=0 writes=123 errors=0` once per second.
     fn serial(&self) -> Vec<String>;
 }
 
-/// A guest could not be created.
+/// A built-in guest could not be created.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CreateError {
-    /// The settings are inconsistent.
+    /// The sizes of RAM and working set do not fit together.
     #[error("inconsistent guest settings")]
     Layout(#[from] LayoutError),
-    /// Its RAM could not be mapped.
+    /// The guest's RAM could not be mapped.
     #[error("cannot map guest RAM")]
     Memory(#[from] MemError),
-    /// KVM cannot be used.
+    /// KVM cannot be used on this host.
     #[error("cannot create a KVM guest")]
     Kvm(#[from] KvmError),
     /// A vCPU thread could not be started.

@@ -1,11 +1,11 @@
 //! Number conversions that cannot fail on this crate's targets.
 
-/// Returns `n` as u64: usize has at most 64 bits on every target of Rust.
+/// Converts `n` to u64 without loss, because usize has at most 64 bits on every target of Rust.
 pub(crate) fn to_u64(n: usize) -> u64 {
     n as u64
 }
 
-/// Returns `n` as usize. Lossless: the crate is for 64-bit hosts only (see `lib.rs`).
+/// Converts `n` to usize without loss, because the crate is for 64-bit hosts only (see `lib.rs`).
 #[allow(clippy::cast_possible_truncation)]
 pub(crate) fn to_usize(n: u64) -> usize {
     n as usize
@@ -22,8 +22,8 @@ pub(crate) fn low_u8(n: u64) -> u8 {
     n.to_le_bytes()[0]
 }
 
-/// Maps `random` evenly to `0..bound` (0 if `bound` is 0): the high half of their product. The guest program computes it with
-/// `mul`, which leaves it in rdx.
+/// Maps `random` evenly to `0..bound`; returns 0 if `bound` is 0. The result is the high half of the product. The guest
+/// program does the same with `mul`, which leaves this half in rdx.
 pub(crate) fn reduce(random: u64, bound: u64) -> u64 {
     let product = u128::from(random) * u128::from(bound);
     u64::try_from(product >> 64).unwrap_or(0)

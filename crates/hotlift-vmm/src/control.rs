@@ -1,4 +1,4 @@
-//! Control of vCPU threads: run, throttle, and wait until all are parked.
+//! Controls the threads of vCPUs: runs, throttles and parks them. A parked thread waits and does not run the guest.
 
 use hotlift_mem::lock;
 use std::collections::BTreeMap;
@@ -6,38 +6,38 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Run time between two sleeps of a throttled vCPU (QEMU's `CPU_THROTTLE_TIMESLICE_NS`).
+/// Time that a throttled vCPU runs between two sleeps (QEMU's `CPU_THROTTLE_TIMESLICE_NS`).
 const SLICE: Duration = Duration::from_millis(10);
 
-/// Goal of the vCPU threads.
+/// Requested state of the vCPU threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum VcpuGoal {
-    /// Wait.
+    /// Threads wait, parked.
     Pause,
-    /// Run the guest.
+    /// Threads run the guest.
     Run,
-    /// End.
+    /// Threads end.
     Stop,
 }
 
 #[derive(Debug)]
 struct State {
     want: VcpuGoal,
-    /// Kernel thread ids of the started threads, by vCPU.
+    /// Kernel thread IDs of the started threads, by vCPU.
     threads: BTreeMap<u8, u32>,
     running: usize,
-    /// Share of their time that running threads sleep, 0 to 99 %.
+    /// Share of the time that running threads sleep, 0 to 99 %.
     throttle: u8,
 }
 
-/// Shared by the vCPU threads of a guest and its commands. Threads start parked.
+/// State that the vCPU threads of a guest share with its commands. Threads start parked.
 #[derive(Debug)]
 pub(crate) struct Control {
     state: Mutex<State>,
     changed: Condvar,
-    /// Number of ended slices.
+    /// Number of time slices that have ended.
     slices: AtomicU64,
-    /// Nanoseconds that threads have slept because of the throttle.
+    /// Time that threads have slept because of the throttle, in nanoseconds; the sum over all threads.
     slept: AtomicU64,
 }
 
@@ -56,8 +56,8 @@ impl Control {
         }
     }
 
-    /// Sets the threads' goal. `kick` is called while no thread can act on the goal, so that it runs before or after each
-    /// `ready` of [`Control::park`], never during it.
+    /// Sets the requested state of the threads, and calls `kick` under the lock of [`Control::park`]. So `kick` runs
+    /// before or after each call of `ready`, never during it.
     pub fn want(&self, want: VcpuGoal, kick: impl FnOnce()) {
         let mut state = self.lock();
         state.want = want;
@@ -65,14 +65,14 @@ impl Control {
         self.changed.notify_all();
     }
 
-    /// Registers the calling thread of a vCPU at its start.
+    /// Registers the calling thread as the thread of `vcpu`.
     pub fn started(&self, vcpu: u8) {
         let id = rustix::thread::gettid().as_raw_nonzero().get();
         self.lock().threads.insert(vcpu, id.cast_unsigned());
         self.changed.notify_all();
     }
 
-    /// Returns the kernel thread ids of all `vcpus`, once they have started.
+    /// Waits until all `vcpus` threads have started, and returns their kernel thread IDs.
     pub fn threads(&self, vcpus: usize) -> Vec<u32> {
         let state = self
             .changed
@@ -81,7 +81,7 @@ impl Control {
         state.threads.values().copied().collect()
     }
 
-    /// Waits until no thread runs.
+    /// Waits until every thread is parked.
     pub fn wait_until_parked(&self) {
         let state = self.lock();
         drop(
@@ -91,8 +91,8 @@ impl Control {
         );
     }
 
-    /// Waits until the calling, parked thread may run (`Some`) or must end (`None`). `ready` is called atomically with the
-    /// transition to running. The thread runs until it drops the result.
+    /// Waits until the calling, parked thread may run (`Some`) or must end (`None`). `ready` is called under the lock,
+    /// together with the transition to running. The thread counts as running until it drops the result.
     pub fn park(&self, ready: impl FnOnce()) -> Option<Running<'_>> {
         let state = self.lock();
         let mut state = self
@@ -107,7 +107,7 @@ impl Control {
         Some(Running(self))
     }
 
-    /// Sleeps for `time` on a running thread, less if it must stop.
+    /// Sleeps for `time` on a running thread. Returns early if the thread must stop.
     pub fn sleep(&self, time: Duration) {
         let state = self.lock();
         drop(
@@ -117,13 +117,14 @@ impl Control {
         );
     }
 
-    /// Sets the share of time that threads sleep, up to 99 %; 0 ends all sleep.
+    /// Sets the share of time that threads sleep, in percent, up to 99; 0 ends all sleep.
     pub fn throttle(&self, percent: u8) {
         self.lock().throttle = percent.min(99);
         self.changed.notify_all();
     }
 
-    /// Ends slices until threads are no longer throttled; `kick` interrupts the busy threads.
+    /// Ends one time slice after another until threads are no longer throttled. `kick` interrupts busy threads at each
+    /// end.
     pub fn end_slices(&self, kick: impl Fn()) {
         loop {
             let percent = self.lock().throttle;
@@ -138,7 +139,7 @@ impl Control {
         }
     }
 
-    /// Waits for `time`; returns false as soon as the throttle changes.
+    /// Waits for `time`, and returns true if the throttle is still `percent`. Returns false as soon as it changes.
     fn is_unchanged_for(&self, time: Duration, percent: u8) -> bool {
         let (_state, timeout) = self
             .changed
@@ -147,13 +148,13 @@ impl Control {
         timeout.timed_out()
     }
 
-    /// Returns the number of the current slice; after an increase, [`Control::sleep_off`] is due.
+    /// Returns the number of ended slices. When this number has increased, the caller must call [`Control::sleep_off`].
     pub fn slice(&self) -> u64 {
         self.slices.load(Ordering::Relaxed)
     }
 
-    /// Sleeps on a running thread whose slice has ended, as long as the throttle requires; less if it changes or the thread
-    /// must stop. Returns the duration, which is not guest time.
+    /// Sleeps after a slice has ended, for the share of time that the throttle requires. Returns early if the throttle
+    /// changes or the thread must stop. Returns the time slept, which does not count as guest time.
     pub fn sleep_off(&self) -> Duration {
         let state = self.lock();
         let percent = state.throttle;
@@ -171,7 +172,7 @@ impl Control {
         slept
     }
 
-    /// Returns the total time that threads have slept because of the throttle.
+    /// Returns the time that threads have slept because of the throttle; the sum over all threads.
     pub fn slept(&self) -> Duration {
         Duration::from_nanos(self.slept.load(Ordering::Relaxed))
     }
@@ -181,12 +182,12 @@ impl Control {
     }
 }
 
-/// Returns the sleep after each slice, for a share of `percent`.
+/// Returns the sleep after each slice for a throttle of `percent`.
 fn sleep_after_slice(percent: u8) -> Duration {
     SLICE * u32::from(percent) / u32::from(100 - percent.min(99))
 }
 
-/// A running thread. It counts as parked when this is dropped, also by a panic.
+/// Marks the calling thread as running. The thread counts as parked again when this value is dropped, even in a panic.
 pub(crate) struct Running<'a>(&'a Control);
 
 impl Drop for Running<'_> {

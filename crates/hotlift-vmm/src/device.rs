@@ -1,4 +1,4 @@
-//! Format of the built-in guests' device state: a list of fields, all untrusted.
+//! Format of the device state of built-in guests: a list of fields. The decoder trusts no field.
 //!
 //! ```text
 //! be32 tag | be32 length | length bytes      and so on, each tag once, in any order
@@ -17,32 +17,32 @@ use crate::settings::Program;
 use crate::verify::{Digest, VerifyError};
 use crate::workload::{Pace, Workload};
 
-/// A device state that this guest cannot load.
+/// An error in a received device state.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// No such device in this guest.
+    /// This guest has no device of that name and instance.
     #[error("unknown device {idstr} {instance}")]
     UnknownDevice {
         /// Name of the device.
         idstr: String,
-        /// Its instance.
+        /// Instance number of the device.
         instance: u32,
     },
-    /// The stream has a device twice.
+    /// The stream contains a device twice.
     #[error("device {idstr} {instance} arrived twice")]
     RepeatedDevice {
         /// Name of the device.
         idstr: &'static str,
-        /// Its instance.
+        /// Instance number of the device.
         instance: u32,
     },
-    /// The stream lacks a device (for instance, it has fewer vCPUs).
+    /// The stream lacks a device, for example because the source has fewer vCPUs.
     #[error("device {idstr} {instance} is missing")]
     MissingDevice {
         /// Name of the device.
         idstr: &'static str,
-        /// Its instance.
+        /// Instance number of the device.
         instance: u32,
     },
     /// The layout version of a device is unknown.
@@ -55,27 +55,27 @@ pub enum DeviceError {
         /// Version in the stream.
         got: u32,
     },
-    /// A field reaches beyond the state.
+    /// A field extends beyond the end of the device state.
     #[error("device {idstr}: field at {offset} needs {needed} bytes, {left} are left")]
     Truncated {
         /// Name of the device.
         idstr: &'static str,
-        /// Offset of the field in the state.
+        /// Offset of the field in the state, in bytes.
         offset: usize,
-        /// Required bytes.
+        /// Required length, in bytes.
         needed: usize,
-        /// Remaining bytes.
+        /// Bytes that remain in the state.
         left: usize,
     },
-    /// An unknown or repeated field.
+    /// A field is unknown, or occurs twice.
     #[error("device {idstr}: unexpected field {tag}")]
     UnexpectedField {
         /// Name of the device.
         idstr: &'static str,
-        /// The field's tag.
+        /// Tag of the field.
         tag: u32,
     },
-    /// A field is missing.
+    /// A required field is missing.
     #[error("device {idstr}: field {field} is missing")]
     MissingField {
         /// Name of the device.
@@ -90,22 +90,22 @@ pub enum DeviceError {
         idstr: &'static str,
         /// Name of the field.
         field: &'static str,
-        /// Required bytes.
+        /// Required length, in bytes.
         expected: usize,
-        /// Actual bytes.
+        /// Received length, in bytes.
         got: usize,
     },
-    /// A value differs that must be the same on both ends.
+    /// A value differs between source and destination, but must be equal.
     #[error("{what} must be {expected} as here, got {got}")]
     Mismatch {
         /// Name of the value.
         what: &'static str,
-        /// Value here.
+        /// Value in this guest.
         expected: u64,
         /// Value in the stream.
         got: u64,
     },
-    /// A value out of its range.
+    /// A value is out of its range.
     #[error("device {idstr}: field {field} is out of range: {got}")]
     OutOfRange {
         /// Name of the device.
@@ -115,36 +115,36 @@ pub enum DeviceError {
         /// Value in the stream.
         got: u64,
     },
-    /// The settings are inconsistent.
+    /// The sizes of RAM and working set do not fit together.
     #[error("device hotlift/guest: inconsistent settings")]
     Layout(#[from] LayoutError),
-    /// The digest does not fit this guest's RAM.
+    /// The digest (page hash sums) has another size than this guest's RAM requires.
     #[error("device hotlift/guest: wrong digest")]
     Digest(#[from] VerifyError),
-    /// The kernel refused a part of a vCPU's state.
+    /// The kernel rejected a part of a vCPU's state.
     #[error("vCPU {vcpu}: the kernel does not {action}")]
     Kernel {
-        /// The vCPU.
+        /// Number of the vCPU.
         vcpu: u8,
-        /// The requested action, as a verb phrase.
+        /// The rejected action, as a verb phrase.
         action: &'static str,
         /// The kernel's error.
         #[source]
         source: std::io::Error,
     },
-    /// The kernel refused the value of an MSR.
+    /// The kernel rejected the value of an MSR.
     #[error("vCPU {vcpu}: the kernel does not load {value:#x} into MSR {index:#x}")]
     Msr {
-        /// The vCPU.
+        /// Number of the vCPU.
         vcpu: u8,
-        /// The MSR.
+        /// Index of the MSR.
         index: u32,
-        /// Its value.
+        /// Rejected value.
         value: u64,
     },
 }
 
-/// Writer of fields.
+/// Writes the fields of one device state.
 #[derive(Debug, Default)]
 pub(crate) struct FieldWriter(Vec<u8>);
 
@@ -166,7 +166,7 @@ impl FieldWriter {
     }
 }
 
-/// The fields of one device. [`Fields::finish`] checks that all of them were read.
+/// Reads the fields of one device state. [`Fields::finish`] checks that every field was read.
 pub(crate) struct Fields<'a> {
     idstr: &'static str,
     fields: Vec<(u32, &'a [u8])>,
@@ -201,7 +201,7 @@ impl<'a> Fields<'a> {
         Ok(Self { idstr, fields })
     }
 
-    /// Returns the bytes of a field of any length.
+    /// Returns the bytes of field `tag`, which may have any length. `field` is its name for errors.
     pub fn take(&mut self, tag: u32, field: &'static str) -> Result<&'a [u8], DeviceError> {
         let at = self.fields.iter().position(|&(known, _)| known == tag);
         let at = at.ok_or(DeviceError::MissingField {
@@ -211,7 +211,7 @@ impl<'a> Fields<'a> {
         Ok(self.fields.swap_remove(at).1)
     }
 
-    /// Returns the bytes of a field of length `N`.
+    /// Returns the bytes of field `tag`, which must have length `N`. `field` is its name for errors.
     pub fn take_exact<const N: usize>(
         &mut self,
         tag: u32,
@@ -223,7 +223,7 @@ impl<'a> Fields<'a> {
             .map_err(|_| self.wrong_length(field, N, bytes.len()))
     }
 
-    /// Returns the numbers of a field of big-endian u64s.
+    /// Returns the numbers in field `tag`, which holds big-endian u64s. `field` is its name for errors.
     pub fn take_u64s(&mut self, tag: u32, field: &'static str) -> Result<Vec<u64>, DeviceError> {
         let bytes = self.take(tag, field)?;
         let (numbers, rest) = bytes.as_chunks::<8>();
@@ -265,7 +265,8 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Returns the payloads of the guest's own device, and of the device `vcpu_idstr` of each vCPU, in the order of the vCPUs.
+/// Sorts the received devices: returns the payload of the guest's device, and the payloads of the vCPU devices
+/// `vcpu_idstr` in the order of the vCPUs.
 pub(crate) fn sort<'a>(
     devices: &'a [DeviceState],
     vcpu_idstr: &'static str,
@@ -334,7 +335,7 @@ const GUEST_VERSION: u32 = 1;
 const SETTINGS: u32 = 1;
 const DIGEST: u32 = 2;
 
-/// Returns the state common to all of a guest's vCPUs, as a device.
+/// Returns the state that all vCPUs of a guest share, as a device.
 pub(crate) fn save_guest(program: &Program, digest: &Digest) -> DeviceState {
     let layout = &program.layout;
     let mut settings = Vec::with_capacity(44);
@@ -356,8 +357,8 @@ pub(crate) fn save_guest(program: &Program, digest: &Digest) -> DeviceState {
     fields.device(GUEST, 0, GUEST_VERSION)
 }
 
-/// Reads the device of [`save_guest`]. RAM size and number of vCPUs must match `here`; the other values replace those of
-/// `here`.
+/// Decodes the device made by [`save_guest`]. RAM size and number of vCPUs must equal those of `here`. The other values
+/// replace the values of `here`.
 pub(crate) fn load_guest(payload: &[u8], here: &Layout) -> Result<(Program, Digest), DeviceError> {
     let mut fields = Fields::parse(GUEST, payload)?;
     let settings = fields.take_exact::<44>(SETTINGS, "settings")?;

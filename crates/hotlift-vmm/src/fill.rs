@@ -1,10 +1,10 @@
 //! Content of RAM before a guest starts.
 //!
-//! Each page of the filled range is a function of (settings, page number) alone. So threads fill in any order, and a file with
-//! the same bytes can be written for another VMM to load.
+//! The settings and the page number alone determine each page of the filled range. Threads can therefore fill in any
+//! order. A file with the same bytes can be written for another VMM.
 //!
-//! Zero pages are not written, so that the kernel need not allocate them. They come in runs of 1 to 64 pages, spread evenly: a
-//! real guest has both single zero pages and free ranges.
+//! Zero pages are not written, so the kernel need not allocate them. They are in runs of 1 to 64 pages, spread evenly:
+//! a real guest has both single zero pages and free ranges.
 
 mod corpus;
 mod generated;
@@ -26,64 +26,64 @@ use corpus::Corpus;
 use image::Image;
 use mixed::Mixed;
 
-/// Source of the bytes.
+/// Source of the bytes that fill RAM.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum FillSource {
-    /// None: every page is zero.
+    /// No bytes: every page is zero.
     #[default]
     Zero,
-    /// A seeded mix of pages like text, like program code, like heap (pointers), and random ones.
+    /// Seeded random pages that resemble a server's memory: text, program code, heap (pointers), and random bytes.
     Generated,
-    /// Text and random bytes, half and half, in runs of 64 KiB to 16 MiB whose logarithms are spread evenly. The text shrinks
-    /// to a third under zstd 1. Seeded.
+    /// Text and random bytes, half and half, in alternating runs of 64 KiB to 16 MiB. Each doubling of the run length
+    /// is equally frequent. zstd 1 compresses the text to a third. Seeded.
     Mixed,
-    /// A file, or all files below a folder, sorted by name and concatenated; a `.zst` file is decompressed. At the end they are
-    /// repeated, each time XORed with another constant and from another start. So they stay as compressible, but no window and
-    /// no deduplication finds the repetition.
+    /// A file, or all files below a folder, concatenated in the order of their names. A `.zst` file is decompressed.
+    /// Files shorter than RAM are repeated. Each repetition is XORed with another constant and starts at another
+    /// offset. It stays as compressible, but neither compression windows nor deduplication find it.
     Folder(PathBuf),
-    /// The pages of a file in their order, as of a memory image: zero pages keep their positions, and
-    /// [`FillSettings::zero_share`] is ignored. A file larger than RAM is truncated. A smaller one is repeated as a folder is,
-    /// but its zero pages stay zero. A `.zst` file is decompressed.
+    /// The pages of a file, such as a memory image, in their order. A `.zst` file is decompressed. Zero pages keep
+    /// their positions, and [`FillSettings::zero_share`] is ignored. A file larger than RAM is truncated. A smaller
+    /// file is repeated as a folder is, but its zero pages stay zero.
     Image(PathBuf),
 }
 
-/// Settings of a fill.
+/// Settings that determine the content of RAM.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct FillSettings {
-    /// Source of the bytes.
+    /// Source of the bytes that fill RAM.
     pub source: FillSource,
-    /// Share of pages that stay zero, 0 to 1. Pages of a source may be zero too.
+    /// Share of pages that stay zero, 0 to 1. The source may contain further zero pages.
     pub zero_share: f64,
-    /// True if zero pages are written too, so that they are allocated. For measurements.
+    /// True if zero pages are written too, so that the host allocates them.
     pub zero_touched: bool,
     /// Seed of the random numbers.
     pub seed: u64,
 }
 
-/// Result of a fill.
+/// Result of filling RAM.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Filled {
-    /// Pages that are not zero.
+    /// Number of pages that are not zero.
     pub data_pages: u64,
-    /// Zero pages.
+    /// Number of zero pages.
     pub zero_pages: u64,
-    /// Number of copies of the source: above 1 it was repeated, below 1 it was truncated. 1 for an endless source.
+    /// Number of copies of the source in RAM: above 1 if repeated, below 1 if truncated. 1 for a generated source.
     pub laid: f64,
-    /// Reference of [`crate::verify`].
+    /// Page hash sums after the fill, which [`crate::verify`] compares with later sums.
     pub digest: Digest,
 }
 
-/// RAM could not be filled.
+/// An error while RAM is filled.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FillError {
-    /// The share of zero pages is out of range.
+    /// The share of zero pages is not between 0 and 1.
     #[error("share of zero pages must be between 0 and 1, got {got}")]
     ZeroShare {
         /// Requested share.
         got: f64,
     },
-    /// The guest was filled, started or loaded already.
+    /// The guest was already filled, started or loaded.
     #[error("RAM is already in use")]
     NotFresh,
     /// The folder or file has no bytes.
@@ -100,10 +100,10 @@ pub enum FillError {
     Memory(#[from] MemError),
 }
 
-/// Fills the filled range of `ram`, which must be fresh.
+/// Fills the filled range of `ram`, which must not have been written.
 ///
 /// # Errors
-/// [`FillError`]; RAM may be partially filled then.
+/// [`FillError`]. RAM may be partially filled after an error.
 pub fn fill(ram: &RamBlock, layout: &Layout, settings: &FillSettings) -> Result<Filled, FillError> {
     let pages = Pages::new(layout.filled_pages(), settings)?;
     let digester = Digester::new(layout);
@@ -129,11 +129,11 @@ pub fn fill(ram: &RamBlock, layout: &Layout, settings: &FillSettings) -> Result<
     })
 }
 
-/// Writes to the file `path` the bytes that [`fill`] writes to RAM from the start of [`Layout::filled`] on: the file is as long
-/// as that range. Zero pages become holes.
+/// Writes a file with the bytes that [`fill`] writes to RAM. The file begins with the start of [`Layout::filled`], and
+/// is as long as this range. Zero pages become holes.
 ///
 /// # Errors
-/// [`FillError`]; the file may be incomplete then.
+/// [`FillError`]. The file may be incomplete after an error.
 pub fn write_fill(
     path: &Path,
     layout: &Layout,
@@ -162,8 +162,8 @@ pub fn write_fill(
     })
 }
 
-/// Calls `put` with each page, `None` for a zero page, from several threads; returns the count of nonzero pages. The records in
-/// the pages are zero, as before the first write.
+/// Calls `put` for each page from several threads, with `None` for a zero page. Returns the number of nonzero pages.
+/// The write records in the pages are zero, as before the first write.
 fn each_page(
     pages: &Pages,
     layout: &Layout,
@@ -197,7 +197,7 @@ fn each_page(
     Ok(data_pages.into_inner())
 }
 
-/// All pages of a fill.
+/// Source of the bytes of all pages, and the positions of the zero pages.
 struct Pages {
     zeros: Zeros,
     source: Source,
@@ -212,7 +212,7 @@ enum Source {
 }
 
 impl Source {
-    /// Writes the `number`-th data page.
+    /// Writes the content of data page `number` to `page`.
     fn page(&self, number: u64, page: &mut [u8; PAGE_SIZE]) -> Result<(), FillError> {
         match self {
             Self::Zero => page.fill(0),
@@ -228,7 +228,7 @@ impl Source {
 impl Pages {
     fn new(pages: u64, settings: &FillSettings) -> Result<Self, FillError> {
         let share = match settings.source {
-            // The image has its own zero pages.
+            // A memory image has its own zero pages.
             FillSource::Image(_) => 0.0,
             _ => settings.zero_share,
         };
@@ -246,7 +246,7 @@ impl Pages {
         Ok(Self { zeros, source })
     }
 
-    /// Returns the number of copies of the source in RAM of this layout.
+    /// Returns the number of copies of the source that fill RAM of this layout.
     fn laid(&self, layout: &Layout) -> f64 {
         let pages = layout.filled_pages();
         let (laid, all) = match &self.source {
@@ -260,17 +260,17 @@ impl Pages {
     }
 }
 
-/// Pages that share one draw of zero runs; divides the stride of [`in_strides`].
+/// Number of pages whose zero runs are drawn together; divides the stride of [`in_strides`].
 const BLOCK: u64 = BLOCK_LEN as u64;
 
 const BLOCK_LEN: usize = 256;
 
-/// Lengths of runs of zero and of data pages; one is drawn each time, so short runs are common.
+/// Lengths of runs of zero pages and of data pages. Every entry has the same probability, so short runs are common.
 const RUNS: [usize; 8] = [1, 1, 2, 4, 8, 16, 32, 64];
 
-/// Distribution of the zero pages.
+/// Positions of the zero pages.
 struct Zeros {
-    /// Zero pages in 2^32 pages.
+    /// Number of zero pages per 2^32 pages.
     share: u64,
     seed: u64,
 }
@@ -285,7 +285,7 @@ impl Zeros {
         Ok(Self { share, seed })
     }
 
-    /// Returns the number of zero pages before block `block`, which has the requested share at every block.
+    /// Returns the number of zero pages before block `block`. At every block, their share is the requested share.
     fn before(&self, block: u64) -> u64 {
         self.of(block.saturating_mul(BLOCK))
     }
@@ -296,7 +296,7 @@ impl Zeros {
         u64::try_from(zeros).unwrap_or(u64::MAX)
     }
 
-    /// Returns for each page of a block the number of its data page, `None` if it is zero.
+    /// Returns for each page of a block the number of its data page; `None` for a zero page.
     fn places(&self, block: u64) -> [Option<u64>; BLOCK_LEN] {
         let mut places = [None; BLOCK_LEN];
         let mut zeros = to_usize(self.before(block + 1) - self.before(block));
@@ -309,7 +309,7 @@ impl Zeros {
             }
             let random = nth(self.seed ^ 0x7a65_726f, block * BLOCK + draw);
             let run = RUNS[to_usize(random % to_u64(RUNS.len()))];
-            // A run is zero with the probability of a zero page among the remaining pages.
+            // The probability that a run is zero is the share of zero pages among the remaining pages.
             if to_usize(reduce(random, to_u64(left))) < zeros {
                 let run = run.min(zeros);
                 zeros -= run;

@@ -1,7 +1,7 @@
 //! Built-in guests: a KVM virtual machine, and worker threads for hosts without KVM.
 //!
-//! Both write to their memory at a rate and check it at the same time. Both can prove afterwards that no write was lost,
-//! because n alone determines the page of a vCPU's n-th write.
+//! Both guests write to their memory at a fixed rate, and check it at the same time. After a migration, both can prove
+//! that no write was lost, because n alone determines the page of a vCPU's n-th write.
 //!
 //! | file | subject |
 //! |---|---|
@@ -50,7 +50,7 @@ pub fn create(
     })
 }
 
-/// Returns the default guest: KVM, or threads with the reason why KVM is unusable.
+/// Returns the best kind of guest on this host: KVM, or threads with the reason why KVM cannot be used.
 pub fn best_kind() -> (GuestKind, Option<kvm::KvmError>) {
     match kvm::usable() {
         Ok(()) => (GuestKind::Kvm, None),

@@ -1,4 +1,4 @@
-//! Phases of a guest's life, and its migrated state other than vCPUs and RAM.
+//! Phases of a guest, and the migrated state in addition to vCPUs and RAM.
 
 use hotlift::guest::GuestError;
 
@@ -8,11 +8,11 @@ use crate::verify::Digest;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Never ran, nothing loaded.
+    /// The guest has never run, and no state was loaded.
     Fresh,
-    /// Paused; can run.
+    /// The guest is paused, and can run.
     Paused,
-    /// Runs.
+    /// The guest runs.
     Running,
 }
 

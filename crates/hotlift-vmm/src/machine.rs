@@ -1,4 +1,4 @@
-//! A built-in guest: its RAM, its lifecycle and its commands, over vCPUs of either kind.
+//! A built-in guest with vCPUs of either kind: its RAM, its phases and its commands.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
@@ -19,15 +19,15 @@ use crate::throttle::Throttle;
 use crate::verify::{self, Verified, VerifyError};
 use crate::workload::Position;
 
-/// State shared by a guest and its vCPUs.
+/// State that a guest shares with its vCPUs.
 pub(crate) struct Common {
     pub control: Control,
     pub life: Mutex<Life>,
-    /// Reason of the first vCPU's death.
+    /// Reason why the first vCPU failed; `None` while no vCPU has failed.
     pub death: Mutex<Option<String>>,
 }
 
-/// The vCPUs of one kind, each on a thread of its own.
+/// The vCPUs of one kind of guest. Each vCPU has its own thread.
 pub(crate) trait Vcpus: Sized + Send + Sync {
     const KIND: GuestKind;
     /// Name and version of a vCPU's device section.
@@ -35,13 +35,13 @@ pub(crate) trait Vcpus: Sized + Send + Sync {
 
     fn new(vcpus: u8, ram: &Arc<RamBlock>, common: &Arc<Common>) -> Result<Self, CreateError>;
 
-    /// Returns the thread function of a vCPU.
+    /// Returns the function that the thread of vCPU `index` runs.
     fn thread(&self, index: u8) -> Box<dyn FnOnce() + Send>;
 
-    /// Sets the goal of all vCPUs.
+    /// Sets the requested state of all vCPUs: run, pause or stop.
     fn want(&self, want: VcpuGoal);
 
-    /// Interrupts those of `threads` that are busy.
+    /// Returns a function that interrupts the busy threads among `threads`.
     fn kick(threads: &[JoinHandle<()>]) -> impl Fn() + Send + 'static;
 
     fn start_dirty_log(&self, ram: &RamBlock) -> Result<(), GuestError>;
@@ -53,16 +53,16 @@ pub(crate) trait Vcpus: Sized + Send + Sync {
     fn clear_dirty_log(&self, ram: &RamBlock, first: usize, pages: usize)
     -> Result<(), GuestError>;
 
-    /// Prepares vCPUs that have never run.
+    /// Prepares vCPUs that have never run for their start.
     fn boot(&self, ram: &RamBlock, program: &Program) -> Result<(), GuestError>;
 
-    /// Returns their state; they must be paused.
+    /// Returns the states of all vCPUs, which must be paused.
     fn save(&self) -> Result<Vec<DeviceState>, GuestError>;
 
-    /// Parses all states before it loads any.
+    /// Loads the states of all vCPUs. Decodes every state before loading the first.
     fn load(&self, states: Vec<&[u8]>) -> Result<(), DeviceError>;
 
-    /// Returns the progress of each; they must be paused.
+    /// Returns the progress of each vCPU; all must be paused.
     fn positions(&self, ram: &RamBlock) -> Result<Vec<Position>, VerifyError>;
 
     fn writes(&self, ram: &RamBlock) -> u64;
@@ -70,24 +70,24 @@ pub(crate) trait Vcpus: Sized + Send + Sync {
     fn serial(&self) -> Vec<String>;
 }
 
-/// A guest.
+/// A built-in guest with its vCPUs.
 pub(crate) struct Machine<V: Vcpus> {
-    // Dropped in this order: the vCPUs before the RAM that they map.
+    // Fields are dropped in this order: the vCPUs before the RAM that they map.
     threads: Vec<JoinHandle<()>>,
     vcpus: V,
     blocks: Vec<Arc<RamBlock>>,
     common: Arc<Common>,
-    /// Locked by start, pause and resume, so that each sees the completed effect of the previous one.
+    /// Lock for start, pause and resume: each command begins after the previous one has finished.
     commands: Mutex<()>,
     uuid: [u8; 16],
     throttle: Throttle,
 }
 
 impl<V: Vcpus> Machine<V> {
-    /// Returns a guest that has not run, with its threads parked.
+    /// Returns a guest that has not run. Its vCPU threads are parked.
     ///
     /// # Errors
-    /// [`CreateError`] if the settings are inconsistent, or KVM, memory or a thread is unavailable.
+    /// [`CreateError`] if the settings do not fit together, or if KVM, memory or a thread is unavailable.
     pub fn new(settings: &GuestSettings) -> Result<Self, CreateError> {
         let program = Program::new(settings)?;
         let ram = RamBlock::new(RAM_BLOCK, to_usize(settings.ram_bytes), settings.backing)?;
@@ -97,7 +97,7 @@ impl<V: Vcpus> Machine<V> {
             life: Mutex::new(Life::new(program)),
             death: Mutex::new(None),
         });
-        // Created before its threads: if one of them fails to start, the drop ends the others.
+        // Created before its threads: if a thread cannot be started, the drop ends those already started.
         let mut guest = Self {
             threads: Vec::new(),
             vcpus: V::new(settings.vcpus, &ram, &common)?,
@@ -144,7 +144,7 @@ impl<V: Vcpus> Drop for Machine<V> {
         self.throttle(0);
         self.stop(VcpuGoal::Stop);
         for thread in self.threads.drain(..) {
-            // Its panic was already printed or recorded.
+            // A panic of the thread was already printed or recorded.
             let _ = thread.join();
         }
     }
@@ -188,7 +188,7 @@ impl<V: Vcpus> Guest for Machine<V> {
     fn pause(&self) -> Result<(), GuestError> {
         let _command = lock(&self.commands);
         self.stop(VcpuGoal::Pause);
-        // `life` is not locked here: a vCPU that starts to run may need the lock.
+        // `life` must not be locked here, because a vCPU that starts to run may need this lock.
         self.common.control.wait_until_parked();
         self.life().paused();
         self.health()
@@ -207,7 +207,7 @@ impl<V: Vcpus> Guest for Machine<V> {
 
     fn throttle(&self, percent: u8) -> bool {
         let common = Arc::clone(&self.common);
-        // The thread ids in `kick` stay valid: the vCPUs are joined after the thread that kicks them.
+        // The thread IDs in `kick` stay valid, because the thread that kicks is joined before the vCPU threads.
         let kick = V::kick(&self.threads);
         self.throttle.set(percent, &self.common.control, || {
             std::thread::Builder::new()

@@ -8,31 +8,31 @@ use hotlift_mem::Backing;
 use crate::layout::{Layout, LayoutError};
 use crate::workload::{Pace, Workload};
 
-/// Settings of a built-in guest. Both ends of a migration must agree in `kind`, `ram_bytes`, `vcpus` and `uuid`; the rest is
-/// migrated with the guest.
+/// Settings of a built-in guest. `kind`, `ram_bytes`, `vcpus` and `uuid` must be equal on source and destination. All
+/// other settings are migrated with the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GuestSettings {
-    /// Bytes of RAM, whole pages, from [`crate::layout::MIN_RAM`] to [`crate::layout::MAX_RAM`].
+    /// Size of RAM in bytes, whole pages, from [`crate::layout::MIN_RAM`] to [`crate::layout::MAX_RAM`].
     pub ram_bytes: u64,
-    /// Kind of memory behind the RAM.
+    /// Kind of host memory for the guest's RAM.
     pub backing: Backing,
-    /// Number of vCPUs (or worker threads), 1 to [`crate::layout::MAX_VCPUS`].
+    /// Number of vCPUs or worker threads, 1 to [`crate::layout::MAX_VCPUS`].
     pub vcpus: u8,
-    /// Distribution of the writes.
+    /// Distribution of the page writes.
     pub workload: Workload,
-    /// Pages written per second, all vCPUs together; 0 to [`Pace::MAX_RATE`]. A guest that cannot keep up writes as fast as it
-    /// can.
+    /// Pages written per second by all vCPUs together, 0 to [`Pace::MAX_RATE`]. A guest that cannot reach the rate
+    /// writes as fast as it can.
     pub rate: u64,
-    /// Bytes of the working set, rounded down to pages; `None`: all available RAM.
+    /// Size of the working set in bytes, rounded down to pages; `None` is all available RAM.
     pub working_set: Option<u64>,
     /// Seed of the guest's random numbers.
     pub seed: u64,
-    /// UUID of the VM, compared by the destination; may be zero.
+    /// UUID of the VM, which the destination compares with its own; may be zero.
     pub uuid: [u8; 16],
 }
 
 impl Default for GuestSettings {
-    /// Returns 256 MiB, one vCPU, 1000 random pages per second in all RAM.
+    /// Returns the default: 256 MiB of RAM, one vCPU, 1000 pages per second written at random in all available RAM.
     fn default() -> Self {
         Self {
             ram_bytes: 256 << 20,
@@ -47,7 +47,7 @@ impl Default for GuestSettings {
     }
 }
 
-/// Migrated part of [`GuestSettings`], with its layout.
+/// The part of [`GuestSettings`] that is migrated, with the layout of RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Program {
     pub workload: Workload,
@@ -70,7 +70,7 @@ impl Program {
         Pace::new(self.workload, self.rate, self.layout.vcpus())
     }
 
-    /// Returns the pages written per second.
+    /// Returns the pages written per second, by all vCPUs together.
     pub fn rate(&self) -> u64 {
         match self.workload {
             Workload::Idle => 0,
@@ -89,10 +89,10 @@ pub enum GuestKind {
 }
 
 impl GuestKind {
-    /// All kinds.
+    /// All kinds of built-in guests.
     pub const ALL: [Self; 2] = [Self::Kvm, Self::Threads];
 
-    /// Returns the name, as on the command line.
+    /// Returns the name of the kind, as used on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kvm => "kvm",
@@ -100,7 +100,7 @@ impl GuestKind {
         }
     }
 
-    /// Returns the machine name that a guest of this kind sends to the destination.
+    /// Returns the machine type name that a guest of this kind sends to the destination.
     pub fn machine(self) -> &'static str {
         match self {
             Self::Kvm => "hotlift-kvm-v1",
@@ -115,7 +115,7 @@ impl fmt::Display for GuestKind {
     }
 }
 
-/// A name of no built-in guest.
+/// The text is not the name of a kind of built-in guest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown guest {0:?}, known are kvm, threads")]
 pub struct UnknownGuest(pub String);

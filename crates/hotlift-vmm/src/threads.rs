@@ -1,4 +1,4 @@
-//! A guest without a hypervisor: worker threads that write as the guest program does, and mark their dirty pages.
+//! A guest without a hypervisor: worker threads write as the guest program does, and mark the written pages as dirty.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,24 +22,24 @@ const WORKER: &str = "hotlift/worker";
 const WORKER_VERSION: u32 = 1;
 const COUNTERS: u32 = 1;
 
-/// Maximum ticks of delay that a worker makes up for.
+/// Maximum delay that a worker makes up for by faster writes, in ticks.
 const MAX_DEBT_TICKS: u32 = 100;
 
-/// The workers of a threads guest.
+/// The worker threads of a threads guest.
 pub(crate) struct Workers(Arc<Shared>);
 
 struct Shared {
     ram: Arc<RamBlock>,
-    /// Pages written since the last fetch. Always marked, even while no log is active: otherwise, writes between the start of
-    /// the log and the start of marking would be lost.
+    /// Pages written since the last fetch. Pages are marked even while no dirty log is active. Otherwise writes between
+    /// the start of the log and the start of marking would be lost.
     dirty: DirtyBitmap,
     common: Arc<Common>,
-    /// False if workers must stop. Checked before each write, where a lock would cost more than the write.
+    /// False if workers must stop. Workers read it before each write, where a lock would cost more than the write.
     run: AtomicBool,
     workers: Vec<Worker>,
 }
 
-/// A worker's counters. Only its thread changes them while it runs.
+/// Counters of a worker. While the worker runs, only its thread changes them.
 #[derive(Default)]
 struct Worker {
     writes: AtomicU64,
@@ -47,7 +47,7 @@ struct Worker {
 }
 
 impl Shared {
-    /// Runs a worker's thread.
+    /// Runs worker `index` on the calling thread, until the thread must end.
     fn run(&self, index: u8) {
         self.common.control.started(index);
         while let Some(_running) = self.common.control.park(|| {}) {
@@ -63,7 +63,7 @@ impl Shared {
         }
     }
 
-    /// Writes at the requested pace until it must stop.
+    /// Writes at the requested rate, until the worker must stop.
     fn work(&self, index: u8) -> Result<(), MemError> {
         let program = lock(&self.common.life).program;
         let generator = Generator::new(program.workload, program.seed, &program.layout, index);
@@ -103,7 +103,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Executes write `number`; returns false if the page's record differs from the table.
+    /// Executes write `number`. Returns false if the page's record differs from the record in the table.
     fn write(
         &self,
         layout: &Layout,
@@ -119,7 +119,7 @@ impl Shared {
         for at in [entry, record] {
             self.ram.store_u64(at, new.version)?;
             self.ram.store_u64(at + 8, new.sequence)?;
-            // After the stores: a page that is marked first could be fetched, cleared and read before it changes.
+            // Marked after the stores. If marked before, the page could be fetched, cleared and read before the stores.
             self.dirty.set(at / PAGE_SIZE);
         }
         Ok(right)
@@ -236,7 +236,7 @@ impl Vcpus for Workers {
             .sum()
     }
 
-    /// Generates a line per worker: there is no serial port.
+    /// Generates one line per worker, because the guest has no serial port.
     fn serial(&self) -> Vec<String> {
         let line = |(vcpu, worker): (usize, &Worker)| {
             let writes = worker.writes.load(Ordering::Acquire);

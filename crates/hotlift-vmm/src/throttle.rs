@@ -1,7 +1,7 @@
-//! Throttle of vCPUs, for auto-converge.
+//! Throttles vCPUs, for auto-converge (slows the guest while it dirties pages too fast).
 //!
-//! As in QEMU, a vCPU runs for a slice of 10 ms and then sleeps for the throttled share of the time: 10 ms at 50 %, 990 ms at
-//! 99 %. A separate thread ends the slices: the time between two exits of a vCPU is unlimited.
+//! As in QEMU, a vCPU runs for a slice of 10 ms, and then sleeps for the throttled share of the time: 10 ms at 50 %,
+//! 990 ms at 99 %. A separate thread ends the slices, because a vCPU may run without exit for an unlimited time.
 
 use std::io;
 use std::sync::Mutex;
@@ -10,13 +10,13 @@ use std::thread::JoinHandle;
 use crate::control::Control;
 use hotlift_mem::lock;
 
-/// Thread that ends the slices of a guest's vCPUs, if throttled.
+/// The thread that ends the time slices of a guest's vCPUs; exists only while the guest is throttled.
 #[derive(Default)]
 pub(crate) struct Throttle(Mutex<Option<JoinHandle<()>>>);
 
 impl Throttle {
-    /// Takes `percent` of their time (up to 99) from the vCPUs of `control`; 0 ends it. `spawn` starts a thread that runs
-    /// [`Control::end_slices`]. Returns false if that fails.
+    /// Makes the vCPUs of `control` sleep for `percent` of the time, up to 99; 0 ends the throttle. `spawn` starts a
+    /// thread that runs [`Control::end_slices`]. Returns false if the thread cannot be started.
     pub fn set(
         &self,
         percent: u8,
@@ -27,7 +27,7 @@ impl Throttle {
         control.throttle(percent);
         match (percent, thread.take()) {
             (0, Some(ended)) => {
-                // The thread cannot panic.
+                // This thread cannot panic.
                 let _ = ended.join();
             }
             (0, None) => {}

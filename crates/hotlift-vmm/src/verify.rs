@@ -1,12 +1,12 @@
-//! Proof that a guest's memory matches its vCPUs' state: no write was lost, none was repeated.
+//! Proves that a guest's memory matches the state of its vCPUs: no write was lost, and no write was repeated.
 //!
-//! Two checks, over a paused guest:
+//! A paused guest is checked in two ways:
 //!
-//! - *Replay.* The number of writes in each vCPU's state determines the record of every page of the working set, and of the
-//!   table. All of them are compared. A vCPU may be in the middle of a write; its state counts the write's stores that are in
-//!   memory.
-//! - *Digest.* Memory outside the records never changes after the fill. Sums of page hashes, computed at the fill and migrated
-//!   as device state, are compared with new sums.
+//! - *Replay.* The number of writes in each vCPU's state determines every record in the working set and in the table.
+//!   All records are compared. A vCPU may be paused in the middle of a write. Its state counts the stores of this write
+//!   that are already in memory.
+//! - *Digest.* Memory outside the records never changes after the fill. Sums of page hashes are computed at the fill
+//!   and migrated as device state. They are compared with new sums.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,32 +19,32 @@ use crate::layout::{Layout, RECORD_LEN, Record, filled_offset};
 use crate::settings::Program;
 use crate::workload::{Generator, Position};
 
-/// Maximum groups of a [`Digest`]: limits its size as device state to 4 KiB.
+/// Maximum number of page groups in a [`Digest`]; limits the digest in the device state to 4 KiB.
 const MAX_GROUPS: u64 = 512;
 
-/// Maximum writes of a vCPU that are replayed, some minutes' work: a number from the wire must not keep the destination busy
-/// forever.
+/// Maximum number of writes of one vCPU that are replayed, some minutes of work. The number comes from the network, and
+/// must not keep the destination busy forever.
 pub const MAX_WRITES: u64 = 1 << 36;
 
-/// Pages per work unit, so that no group of a digest is smaller: 2 MiB.
+/// Pages per unit of work, 2 MiB. No group of a digest is smaller.
 pub(crate) const STRIDE: u64 = STRIDE_LEN as u64;
 
 const STRIDE_LEN: usize = 512;
 
-/// Counts of a successful check.
+/// Counts from a successful check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Verified {
-    /// Pages whose bytes were compared, including the table's.
+    /// Number of pages whose bytes were compared, including pages of the table.
     pub pages_checked: u64,
-    /// Pages that were never touched, known to be zero without a read.
+    /// Number of pages that were never touched. They are known to be zero, and were not read.
     pub pages_untouched: u64,
-    /// Writes of all vCPUs that were replayed and found.
+    /// Number of replayed writes of all vCPUs; all were found in memory.
     pub writes_replayed: u64,
-    /// Incomplete writes of stopped vCPUs; their stores match the state.
+    /// Number of incomplete writes of paused vCPUs. Their stores in memory match the vCPUs' state.
     pub writes_under_way: u64,
 }
 
-/// Mismatch of a guest's memory and its vCPUs' state.
+/// A mismatch between a guest's memory and the state of its vCPUs, or a failed check.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum VerifyError {
@@ -53,108 +53,108 @@ pub enum VerifyError {
         "page {page} of the working set (RAM offset {offset:#x}, vCPU {vcpu}) must carry {expected:x?}, got {got:x?}"
     )]
     Page {
-        /// Page of the working set.
+        /// Number of the page in the working set.
         page: u64,
         /// Offset of the record in RAM.
         offset: u64,
-        /// vCPU that owns the page.
+        /// Number of the vCPU that owns the page.
         vcpu: u8,
         /// Record computed from the vCPU's state.
         expected: Record,
-        /// Record found.
+        /// Record found in the page.
         got: Record,
     },
-    /// The same for the table.
+    /// A table entry lacks the record that the vCPU's state requires.
     #[error(
         "table entry of page {page} (RAM offset {offset:#x}, vCPU {vcpu}) must be {expected:x?}, got {got:x?}"
     )]
     Table {
-        /// Page of the working set of the entry.
+        /// Page of the working set to which the entry belongs.
         page: u64,
         /// Offset of the entry in RAM.
         offset: u64,
-        /// vCPU that owns the page.
+        /// Number of the vCPU that owns the page.
         vcpu: u8,
         /// Record computed from the vCPU's state.
         expected: Record,
-        /// Record found.
+        /// Record found in the entry.
         got: Record,
     },
-    /// Bytes that only the fill writes have changed.
+    /// Bytes changed after the fill, although only the fill may write them.
     #[error(
         "bytes between RAM offsets {start:#x} and {end:#x} must have digest {expected:#018x}, got {got:#018x}"
     )]
     Fill {
-        /// First RAM offset of the group of pages.
+        /// RAM offset of the start of the changed group of pages.
         start: u64,
-        /// End of the group.
+        /// RAM offset of the end of the group.
         end: u64,
-        /// Sum computed at the fill.
+        /// Hash sum computed at the fill.
         expected: u64,
-        /// Sum found.
+        /// Hash sum of the present bytes.
         got: u64,
     },
-    /// The digest does not fit this RAM.
+    /// The digest has another number of sums than this RAM requires.
     #[error("digest must have {expected} sums, got {got}")]
     Digest {
-        /// Number of sums of this RAM.
+        /// Number of sums that this RAM requires.
         expected: usize,
         /// Number of sums in the digest.
         got: usize,
     },
-    /// A vCPU's block in memory differs from its registers.
+    /// The write count in a vCPU's block in memory differs from its registers.
     #[error("vCPU {vcpu} published {expected} writes, its memory has {got}")]
     Published {
-        /// The vCPU.
+        /// Number of the vCPU.
         vcpu: u8,
-        /// Count in its registers.
+        /// Write count in the vCPU's registers.
         expected: u64,
-        /// Count in its memory.
+        /// Write count in the vCPU's block in memory.
         got: u64,
     },
-    /// The guest itself found records that differ from its table.
+    /// The guest program itself found records that differ from its table.
     #[error("vCPU {vcpu} found {errors} wrong records")]
     Guest {
-        /// The vCPU.
+        /// Number of the vCPU that found them.
         vcpu: u8,
-        /// Number of errors.
+        /// Number of differing records.
         errors: u64,
     },
-    /// A vCPU's write count exceeds the limit of a replay.
+    /// The write count of a vCPU exceeds [`MAX_WRITES`], the limit of a replay.
     #[error("vCPU {vcpu} claims {writes} writes, at most {MAX_WRITES} can be replayed")]
     TooManyWrites {
-        /// The vCPU.
+        /// Number of the vCPU.
         vcpu: u8,
-        /// The count.
+        /// Write count in the vCPU's state.
         writes: u64,
     },
     /// The guest's memory could not be read.
     #[error("cannot read guest memory")]
     Memory(#[from] MemError),
-    /// The guest cannot be checked in its state (running, or a vCPU has died).
+    /// The guest is in a state in which it cannot be checked: it runs, or a vCPU has failed.
     #[error("guest cannot be checked")]
     State(#[from] hotlift::guest::GuestError),
 }
 
-/// Sums of page hashes over the filled range, outside the records. A page of zeros counts nothing, so untouched pages need not
-/// be read. Sums do not depend on the order, so threads can share the work.
+/// Sums of page hashes over the filled range, without the write records. The hash of a zero page is 0, so untouched
+/// pages need not be read. The order does not change a sum, so several threads can add.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Digest {
     sums: Vec<u64>,
 }
 
 impl Digest {
-    /// Returns the digest of RAM that was never filled.
+    /// Returns the digest of RAM that was not filled.
     pub fn zero(layout: &Layout) -> Self {
         Self {
             sums: vec![0; groups(layout)],
         }
     }
 
-    /// Returns a digest from its sums, as migrated in a device state.
+    /// Creates a digest from the sums in a device state.
     ///
     /// # Errors
-    /// [`VerifyError::Digest`] if it does not fit RAM of this layout.
+    /// [`VerifyError::Digest`] if the number of sums does not fit the layout.
     pub fn from_sums(layout: &Layout, sums: Vec<u64>) -> Result<Self, VerifyError> {
         let expected = groups(layout);
         if sums.len() == expected {
@@ -167,13 +167,13 @@ impl Digest {
         }
     }
 
-    /// Returns one sum per group of pages.
+    /// Returns the hash sums, one per group of pages.
     pub fn sums(&self) -> &[u64] {
         &self.sums
     }
 }
 
-/// A partial [`Digest`], shared by several threads.
+/// A [`Digest`] while several threads compute it.
 pub(crate) struct Digester<'a> {
     layout: &'a Layout,
     group_pages: u64,
@@ -190,7 +190,7 @@ impl<'a> Digester<'a> {
         }
     }
 
-    /// Adds page `index` of the filled range. Blanks the record in `page`.
+    /// Adds the hash of page `index` of the filled range. Overwrites the write record in `page` with zeros first.
     pub fn add(&self, index: u64, page: &mut [u8; PAGE_SIZE]) {
         if let Some(record) = self.layout.record_in_page(index) {
             page[record].fill(0);
@@ -219,7 +219,8 @@ fn groups(layout: &Layout) -> usize {
     to_usize(layout.filled_pages().div_ceil(group_pages(layout)))
 }
 
-/// Runs `work` on each stride of `0..pages` from one thread per CPU, at most `most_threads`; stops at the first error.
+/// Runs `work` on each stride (a range of 2 MiB) of `0..pages`, with one thread per CPU, at most 8. Stops at the first
+/// error.
 pub(crate) fn in_strides<E: Send>(
     pages: u64,
     work: impl Fn(Range<u64>) -> Result<(), E> + Sync,
@@ -252,7 +253,7 @@ pub(crate) fn in_strides<E: Send>(
     })
 }
 
-/// Checks all of a paused guest's memory against its vCPUs' positions and the fill's digest.
+/// Checks all memory of a paused guest against the positions (write counts) of its vCPUs and the digest of the fill.
 pub(crate) fn verify(
     ram: &RamBlock,
     program: &Program,
@@ -389,14 +390,14 @@ pub(crate) fn verify(
     })
 }
 
-/// Expected records of one vCPU.
+/// Write records that the pages of one vCPU must have.
 struct Expected {
     vcpus: u64,
     records: Vec<Record>,
     under_way: Option<UnderWay>,
 }
 
-/// An incomplete write: only some stores are in memory.
+/// An incomplete write: only some of its stores are in memory.
 struct UnderWay {
     own_page: u64,
     entry: Record,
@@ -449,7 +450,7 @@ impl Expected {
         let own = page / self.vcpus;
         match &self.under_way {
             Some(under_way) if under_way.own_page == own => partial(under_way),
-            // Pages after the last full round have no owner and are never written.
+            // The last pages of the working set may have no owner. They are never written.
             _ => self.records.get(to_usize(own)).copied().unwrap_or_default(),
         }
     }

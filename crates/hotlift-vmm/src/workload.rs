@@ -1,7 +1,7 @@
-//! Writes of a guest: the page of each vCPU's n-th write, and the number of due writes.
+//! The writes of a guest: the page of each vCPU's n-th write, and the number of writes that are due.
 //!
-//! The page is a function of (seed, vCPU, n) alone. So a vCPU needs no state but the number of its writes, and that number
-//! determines every record in memory (see [`crate::verify`]). The guest program computes the same function in assembly.
+//! Seed, vCPU and n alone determine the page. A vCPU needs no state except its number of writes, which determines every
+//! record in memory (see [`crate::verify`]). The guest program computes the same function in assembly.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,16 +9,16 @@ use std::str::FromStr;
 use crate::bytes::{low_u8, reduce};
 use crate::layout::{Layout, Record};
 
-/// Distribution of the writes.
+/// Distribution of the writes over the working set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Workload {
-    /// No writes: the guest sleeps.
+    /// The guest sleeps, and writes nothing.
     Idle,
-    /// Any page of the working set.
+    /// Each write goes to a random page of the working set.
     Random,
-    /// The pages of the working set in sequence.
+    /// The writes go to the pages of the working set in sequence.
     Sequential,
-    /// Nine writes in ten to a tenth of the working set, the rest anywhere.
+    /// Nine of ten writes go to a tenth of the working set, the others to any page.
     Hotset,
 }
 
@@ -26,7 +26,7 @@ impl Workload {
     /// All workloads.
     pub const ALL: [Self; 4] = [Self::Idle, Self::Random, Self::Sequential, Self::Hotset];
 
-    /// Returns the name, as on the command lines of the host and of the guest program.
+    /// Returns the name of the workload, as used on the command lines of the host and of the guest program.
     pub fn name(self) -> &'static str {
         match self {
             Self::Idle => "idle",
@@ -36,7 +36,7 @@ impl Workload {
         }
     }
 
-    /// Returns the number that represents it in a device state.
+    /// Returns the number of the workload in a device state.
     pub(crate) fn code(self) -> u32 {
         match self {
             Self::Idle => 0,
@@ -59,7 +59,7 @@ impl fmt::Display for Workload {
     }
 }
 
-/// A name of no workload.
+/// The text is not the name of a workload.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown workload {0:?}, known are idle, random, sequential, hotset")]
 pub struct UnknownWorkload(pub String);
@@ -75,22 +75,22 @@ impl FromStr for Workload {
     }
 }
 
-/// Splitmix64's increment (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
+/// Increment of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
 const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Applies splitmix64's finaliser, which spreads any 64 bits evenly.
+/// Applies the finaliser of splitmix64, which spreads any 64 bits evenly.
 pub(crate) fn mix(z: u64) -> u64 {
     let z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ z >> 31
 }
 
-/// Returns number `n` of the random sequence that starts at `start`.
+/// Returns number `n` of the random sequence with the start `start`.
 pub(crate) fn nth(start: u64, n: u64) -> u64 {
     mix(start.wrapping_add(n.wrapping_mul(GAMMA)))
 }
 
-/// Sequence of the writes of one vCPU.
+/// Computes the sequence of writes of one vCPU.
 #[derive(Debug, Clone)]
 pub struct Generator {
     workload: Workload,
@@ -102,7 +102,7 @@ pub struct Generator {
 }
 
 impl Generator {
-    /// Returns the writes of `vcpu` (below the layout's number of vCPUs) under `seed`.
+    /// Creates the generator for `vcpu`, which must be below the layout's number of vCPUs. `seed` selects the sequence.
     pub fn new(workload: Workload, seed: u64, layout: &Layout, vcpu: u8) -> Self {
         let owned = layout.owned();
         Self {
@@ -115,7 +115,7 @@ impl Generator {
         }
     }
 
-    /// Returns the page of write `number` (from 1), as an index among the pages of this vCPU.
+    /// Returns the page of write `number` (from 1), as an index among the pages that this vCPU owns.
     pub fn own_page(&self, number: u64) -> u64 {
         match self.workload {
             Workload::Sequential => number.wrapping_sub(1) % self.owned,
@@ -133,12 +133,12 @@ impl Generator {
         }
     }
 
-    /// Returns the page of the working set that is this vCPU's page `own`.
+    /// Returns the working set page of this vCPU's page `own`.
     pub fn page(&self, own: u64) -> u64 {
         own * self.vcpus + self.vcpu
     }
 
-    /// Returns the records of all its own pages after `writes` writes. Takes some nanoseconds per write.
+    /// Returns the write records of all pages of this vCPU after `writes` writes. Takes some nanoseconds per write.
     pub fn replay(&self, vcpu: u8, writes: u64) -> Vec<Record> {
         let mut records = vec![Record::default(); crate::bytes::to_usize(self.owned)];
         for number in 1..=writes {
@@ -149,39 +149,41 @@ impl Generator {
     }
 }
 
-/// Progress of a vCPU: its whole state except registers.
+/// Progress of a vCPU: its state in addition to registers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Position {
-    /// Writes completely in memory.
+    /// Number of writes completely in memory.
     pub writes: u64,
-    /// Stores of the next write that are in memory, 0 to 4. The stores of a write are, in order: version and sequence in the
-    /// table, version and sequence in the page.
+    /// Number of stores of the next write that are in memory, 0 to 4. The order of the stores: version and sequence in
+    /// the table, then version and sequence in the page.
     pub stores: u8,
 }
 
 impl Position {
-    /// Returns the position of a vCPU between two writes.
+    /// Returns the progress of a vCPU that has finished write `writes` and not begun the next.
     pub fn between(writes: u64) -> Self {
         Self { writes, stores: 0 }
     }
 }
 
-/// Number of due writes per tick. The guest program computes the same.
+/// Rate of writes: the number of writes that are due per tick. The guest program computes the same numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pace {
-    /// Length of a tick, in microseconds.
+    /// Length of a tick (interval between groups of writes), in microseconds.
     pub tick_us: u64,
-    /// Writes per tick and vCPU, 48.16 fixed point.
+    /// Writes per tick and vCPU, as a fixed-point number with 48 integer and 16 fraction bits.
     pub quota: u64,
 }
 
 impl Pace {
-    /// Maximum pages per second; above the speed of any memory.
+    /// Maximum number of pages written per second; no memory is that fast.
     pub const MAX_RATE: u64 = 1_000_000_000;
 
-    /// Returns the pace of one of `vcpus` vCPUs that together write `rate` pages per second (capped at [`Pace::MAX_RATE`]).
+    /// Returns the pace of one of `vcpus` vCPUs that together write `rate` pages per second (capped at
+    /// [`Pace::MAX_RATE`]).
     ///
-    /// A tick is 1 ms, or as long as one write takes at the rate, up to 100 ms: an idle guest should not cost wake-ups.
+    /// A tick is 1 ms, or the time of one write if that is longer, up to 100 ms. Long ticks avoid wake-ups of an idle
+    /// guest.
     pub fn new(workload: Workload, rate: u64, vcpus: u8) -> Self {
         const LONGEST_US: u64 = 100_000;
         let rate = if workload == Workload::Idle {

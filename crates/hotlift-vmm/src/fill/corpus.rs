@@ -1,4 +1,4 @@
-//! A fill from files.
+//! Fills RAM with the bytes of files.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -10,14 +10,14 @@ use super::FillError;
 use crate::bytes::{low_u8, to_u64, to_usize};
 use crate::workload::nth;
 
-/// The bytes of all files of a folder, up to the needed number.
+/// The bytes of all files of a folder, up to the number that RAM needs.
 pub(super) struct Corpus {
     bytes: Vec<u8>,
     seed: u64,
 }
 
 impl Corpus {
-    /// Reads the files under `folder`, which may be a file itself, until there are `enough` bytes.
+    /// Reads the files under `folder`, or the file `folder`, until `enough` bytes are read.
     pub fn read(folder: &Path, enough: u64, seed: u64) -> Result<Self, FillError> {
         let mut files = Vec::new();
         match folder.is_file() {
@@ -40,12 +40,12 @@ impl Corpus {
         Ok(Self { bytes, seed })
     }
 
-    /// Returns the pages read from all files.
+    /// Returns the number of pages read from all files.
     pub fn pages(&self) -> u64 {
         to_u64(self.bytes.len().div_ceil(PAGE_SIZE))
     }
 
-    /// Writes page `number`: of repetition `number / pages` of the corpus.
+    /// Writes page `number` of the endlessly repeated files to `page`. The page is in repetition `number / pages`.
     pub fn page(&self, number: u64, page: &mut [u8; PAGE_SIZE]) {
         let len = self.bytes.len();
         let pages = self.pages();
@@ -66,18 +66,19 @@ impl Corpus {
     }
 }
 
-/// Returns start and XOR constant of repetition `repetition` of `len` bytes or pages. The first is the source itself; the next
-/// 255 have different constants. XOR with a constant keeps all matches and frequencies, so the data stays as compressible.
+/// Returns start offset and XOR constant of repetition `repetition`, for a source of `len` bytes or pages. Repetition 0
+/// is the source itself; the next 255 have different constants. XOR with a constant keeps all matches and frequencies,
+/// so the data stays as compressible.
 pub(super) fn perturbation(repetition: u64, seed: u64, len: u64) -> (u64, u8) {
     if repetition == 0 {
         return (0, 0);
     }
     let start = nth(seed, repetition) % len;
-    // 83 is coprime to 255, so all constants occur in turn.
+    // 83 is coprime to 255, so every constant occurs once in 255 repetitions.
     (start, low_u8((repetition * 83) % 255 + 1))
 }
 
-/// Lists the regular files under `folder`, sorted by path. Links are not followed.
+/// Adds the regular files under `folder` to `files`, sorted by path. Does not follow symbolic links.
 fn list(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), FillError> {
     let failed = FileError::reading(folder);
     let mut entries = fs::read_dir(folder)

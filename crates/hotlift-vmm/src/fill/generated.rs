@@ -1,11 +1,11 @@
-//! A fill from a seed only: kinds of pages as in a server's memory.
+//! Fills RAM with generated pages that resemble a server's memory, from a seed only.
 
 use hotlift_mem::PAGE_SIZE;
 
 use crate::bytes::{low_u8, low_u32, reduce, to_u64, to_usize};
 use crate::workload::nth;
 
-/// Words of the text pages, the common ones first.
+/// Words of the text pages, frequent words first.
 const WORDS: [&str; 48] = [
     "the",
     "of",
@@ -57,13 +57,14 @@ const WORDS: [&str; 48] = [
     "\n",
 ];
 
-/// Frequent opcodes and operands of compiled x86-64 code, the common ones first.
+/// Frequent opcodes and operands of compiled x86-64 code, the most frequent first.
 const CODE: [u8; 32] = [
     0x48, 0x00, 0x8b, 0xff, 0x89, 0x0f, 0xe8, 0x24, 0x4c, 0x85, 0xc0, 0x83, 0x41, 0x44, 0x74, 0xc7,
     0x8d, 0x05, 0x45, 0x08, 0x10, 0x20, 0x75, 0x49, 0x31, 0xc3, 0x5d, 0xeb, 0x18, 0x90, 0xf6, 0x01,
 ];
 
-/// Writes page `number` of the mix under `seed`: 35 % text, 30 % code, 25 % heap, 10 % random.
+/// Writes generated page `number` to `page`; its kind is random under `seed`: 35 % text, 30 % code, 25 % heap, 10 %
+/// random.
 pub(super) fn page(seed: u64, number: u64, page: &mut [u8; PAGE_SIZE]) {
     let mut random = Numbers::new(nth(seed, number));
     match random.below(100) {
@@ -74,14 +75,14 @@ pub(super) fn page(seed: u64, number: u64, page: &mut [u8; PAGE_SIZE]) {
     }
 }
 
-/// Sequence of random numbers from one seed.
+/// Random number generator with a seed.
 pub(super) struct Numbers {
     start: u64,
     count: u64,
 }
 
 impl Numbers {
-    /// Returns the sequence from `start`.
+    /// Returns a generator with the seed `start`.
     pub fn new(start: u64) -> Self {
         Self { start, count: 0 }
     }
@@ -91,12 +92,12 @@ impl Numbers {
         nth(self.start, self.count)
     }
 
-    /// Returns a number of `0..bound`.
+    /// Returns the next random number, in `0..bound`.
     pub fn below(&mut self, bound: u64) -> u64 {
         reduce(self.next(), bound)
     }
 
-    /// Returns the same for lengths and offsets.
+    /// Returns the next random number in `0..bound`, as usize for lengths and offsets.
     pub fn below_len(&mut self, bound: usize) -> usize {
         to_usize(self.below(to_u64(bound)))
     }
@@ -108,12 +109,12 @@ impl Numbers {
     }
 }
 
-/// Returns a number of `0..64` from twelve random bits, small ones more often.
+/// Returns a number in `0..64` from twelve random bits. Small numbers are more frequent.
 fn low_of_64(bits: u64) -> usize {
     to_usize((bits & 63).min(bits >> 6 & 63))
 }
 
-/// Writes words, each followed by a space, sometimes a number. One random number gives five choices.
+/// Writes words, each followed by a space, and sometimes a number. One random number gives five choices.
 fn text(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
     let mut at = 0;
     while at < PAGE_SIZE {
@@ -128,7 +129,7 @@ fn text(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
     }
 }
 
-/// Writes code as random opcodes with mostly empty operands, and recurring stretches (call sequences, prologues).
+/// Writes imitated machine code: random opcodes with mostly empty operands, and recurring sequences such as prologues.
 fn code(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
     let mut at = 0;
     while at < PAGE_SIZE {
@@ -150,7 +151,7 @@ fn code(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
     }
 }
 
-/// Writes the part of `bytes` that fits at `at`; returns its end.
+/// Writes `bytes` at offset `at`, cut at the end of the page. Returns the end offset.
 pub(super) fn put(page: &mut [u8; PAGE_SIZE], at: usize, bytes: &[u8]) -> usize {
     let room = &mut page[at..];
     let len = bytes.len().min(room.len());
@@ -158,13 +159,13 @@ pub(super) fn put(page: &mut [u8; PAGE_SIZE], at: usize, bytes: &[u8]) -> usize 
     at + len
 }
 
-/// Writes objects of one size: pointers to one arena, counters, and empty fields.
+/// Writes imitated heap objects of one size: pointers into one region, counters, and empty fields.
 fn heap(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
     let arena = 0x7f00_0000_0000 + (u64::from(low_u32(random.next())) << 12);
     let fields = 4 + random.below(12);
     let kinds = random.next();
     for (field, to) in (0u64..).zip(page.chunks_exact_mut(8)) {
-        // The first field is the object's type: no page of objects is all zero.
+        // The first field is the type of the object, so no page of objects is all zero.
         let kind = if field % fields == 0 {
             10
         } else {

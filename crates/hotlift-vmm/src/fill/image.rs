@@ -1,4 +1,4 @@
-//! A fill from one file, page by page.
+//! Fills RAM with the pages of one file, in their order.
 
 use std::fs::File;
 use std::io;
@@ -11,7 +11,7 @@ use super::FillError;
 use super::corpus::{append, perturbation};
 use crate::bytes::{to_u64, to_usize};
 
-/// The pages of a file; the last one is padded with zeros.
+/// The pages of a file; the last page is padded with zeros.
 pub(super) struct Image {
     path: PathBuf,
     bytes: Bytes,
@@ -19,14 +19,15 @@ pub(super) struct Image {
     seed: u64,
 }
 
-/// Read on demand: a memory image may be as large as the RAM. A compressed file can be unpacked from its start only.
+/// Content of the file. A plain file is read on demand, because it may be as large as RAM. A compressed file is
+/// unpacked at once, because it can be unpacked from its start only.
 enum Bytes {
     File(File),
     Unpacked(Vec<u8>),
 }
 
 impl Image {
-    /// Opens the file `path`; at most `enough` bytes of it are used.
+    /// Opens the file `path`, of which at most `enough` bytes are used.
     pub fn open(path: &Path, enough: u64, seed: u64) -> Result<Self, FillError> {
         let failed = FileError::reading(path);
         let (bytes, len) = if path.extension().is_some_and(|extension| extension == "zst") {
@@ -56,12 +57,12 @@ impl Image {
         })
     }
 
-    /// Returns the pages of the whole file; of a compressed one, the needed pages.
+    /// Returns the number of pages in the file. For a compressed file, only the unpacked pages count.
     pub fn pages(&self) -> u64 {
         self.len.div_ceil(to_u64(PAGE_SIZE))
     }
 
-    /// Writes page `number`: of repetition `number / pages` of the file. A zero page is zero in all repetitions.
+    /// Writes page `number` of the endlessly repeated file to `page`. A zero page stays zero in all repetitions.
     pub fn page(&self, number: u64, page: &mut [u8; PAGE_SIZE]) -> Result<(), FillError> {
         let pages = self.pages();
         let (start, constant) = perturbation(number / pages, self.seed, pages);

@@ -1,44 +1,47 @@
-//! A fill of alternating stretches: text, then incompressible data, as where caches of pictures, encrypted files and databases
-//! are adjacent. No single method is the best for all of it.
+//! Fills RAM with alternating runs of text and incompressible data. Such data occurs where caches of pictures,
+//! encrypted files and databases are adjacent. No single compression method is best for all of it.
 
 use hotlift_mem::PAGE_SIZE;
 
 use super::generated::{Numbers, put};
 use crate::workload::nth;
 
-/// Pages of the shortest run: 64 KiB.
+/// Length of the shortest run in pages: 64 KiB.
 const SHORTEST: u64 = (64 << 10) / PAGE_SIZE as u64;
 
-/// Doublings from the shortest run to the longest, which is below 16 MiB.
+/// Number of doublings between the shortest run and the longest, which is below 16 MiB.
 const OCTAVES: usize = 8;
 
-/// Words of the text: as many as in a few megabytes of prose; each occurs at least once per 512 KiB packet.
+/// Number of words in the text: as many as in a few megabytes of prose. Each word occurs at least once per 512 KiB
+/// packet.
 const WORDS: u64 = 1 << 12;
 
-/// Parts of words. Syllables, not letters, so that different words share parts, as in a natural language.
+/// Parts of words. Syllables are used instead of letters, so that different words share parts, as in a natural
+/// language.
 const SYLLABLES: [&str; 32] = [
     "an", "be", "con", "de", "er", "ti", "in", "ly", "ma", "no", "or", "per", "re", "st", "the",
     "un", "al", "ca", "di", "en", "for", "ing", "lo", "me", "ous", "pro", "ra", "sion", "ter",
     "ver", "y", "s",
 ];
 
-/// Pages of text and random ones, half and half, in runs.
+/// Runs of text pages and runs of random pages, half and half.
 pub(super) struct Mixed {
     seed: u64,
     words: Vec<String>,
-    /// End of each run, in pages. Text and random runs alternate; the first is text.
+    /// End of each run, in pages. Text runs and random runs alternate; the first is a text run.
     ends: Vec<u64>,
 }
 
 impl Mixed {
-    /// Returns a fill of that number of pages.
+    /// Returns a fill of `pages` pages.
     pub fn new(pages: u64, seed: u64) -> Self {
         let mut random = Numbers::new(nth(seed, 0x6d69_7865));
         let words = (1..=WORDS).map(|rank| word(&mut random, rank)).collect();
         let mut ends = Vec::new();
         let mut end = 0;
         while end < pages {
-            // Both kinds have the same lengths, in different orders: equal shares without a rhythm.
+            // Text runs and random runs have the same lengths in different orders: equal shares without a fixed
+            // pattern.
             let lengths = lengths(&mut random);
             let mut others = lengths;
             shuffle(&mut random, &mut others);
@@ -50,7 +53,7 @@ impl Mixed {
         Self { seed, words, ends }
     }
 
-    /// Writes page `number`.
+    /// Writes the content of page `number` to `page`.
     pub fn page(&self, number: u64, page: &mut [u8; PAGE_SIZE]) {
         let mut random = Numbers::new(nth(self.seed, number));
         let run = self.ends.partition_point(|&end| end <= number);
@@ -60,7 +63,7 @@ impl Mixed {
         }
     }
 
-    /// Writes sentences, sometimes with a number, and sometimes with a repetition of earlier text, as in records and markup.
+    /// Writes sentences to a page, with occasional numbers and repetitions of earlier text, as in records and markup.
     fn text(&self, random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
         let mut at = 0;
         while at < PAGE_SIZE {
@@ -80,20 +83,21 @@ impl Mixed {
     }
 }
 
-/// Returns the rank of a word: the first, the next two, the next four … are equally frequent, by Zipf's law.
+/// Returns a random word rank by Zipf's law: the first rank, the next two ranks, the next four and so on are equally
+/// frequent.
 fn rank(random: &mut Numbers) -> usize {
     let octave = 1 << random.below_len(WORDS.ilog2() as usize);
     octave - 1 + random.below_len(octave)
 }
 
-/// Returns a word and a space; frequent words are short.
+/// Returns the word with rank `rank`, and a space. Frequent words are short.
 fn word(random: &mut Numbers, rank: u64) -> String {
     let most = 1 + u64::from(rank.ilog2()) / 4;
     let syllables = (0..=random.below(most)).map(|_| SYLLABLES[random.below_len(SYLLABLES.len())]);
     syllables.chain([" "]).collect()
 }
 
-/// Returns a length of each octave, in any order: logarithms of lengths are spread evenly.
+/// Returns random run lengths in pages, one between each power of two and the next, in random order.
 fn lengths(random: &mut Numbers) -> [u64; OCTAVES] {
     let mut octave = SHORTEST;
     let mut lengths = [(); OCTAVES].map(|()| {

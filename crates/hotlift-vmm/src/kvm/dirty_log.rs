@@ -1,9 +1,13 @@
 //! KVM's dirty log of the single memory slot.
 //!
-//! With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` a fetch changes nothing; a range is write-protected and its bits are cleared just
-//! before it is read (`KVM_CLEAR_DIRTY_LOG`). That shortens the window in which a fetched page is written and sent again, and
-//! spreads the cost of write protection over the round. The log starts with every bit set (`INITIALLY_SET`), so enabling it
-//! write-protects nothing: the first round clears as it proceeds. Older kernels fetch and clear at once.
+//! With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` a fetch changes nothing. `KVM_CLEAR_DIRTY_LOG` clears the bits of a range
+//! and write-protects its pages, just before these pages are read. There are two advantages:
+//!
+//! - The time in which a fetched page is written and sent again is shorter.
+//! - The cost of write protection is spread over the round.
+//!
+//! The log starts with every bit set (`INITIALLY_SET`), so enabling it write-protects nothing: the first round clears
+//! each range before reading it. Older kernels fetch and clear at once.
 
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,16 +29,16 @@ use crate::bytes::{low_u32, to_u64};
 
 ioctl_iowr_nr!(KVM_CLEAR_DIRTY_LOG, KVMIO, 0xc0, kvm_clear_dirty_log);
 
-/// The log of one slot.
+/// The dirty log of one memory slot.
 pub(super) struct DirtyLog {
     manual: bool,
-    /// Fetched bits that are not yet cleared in KVM. Only these may be cleared: others were set later, for writes that no fetch
-    /// has returned.
+    /// Bits that were fetched from KVM, but not yet cleared there. Only these bits may be cleared. Any other bit in KVM
+    /// was set later, by a write that no fetch has returned.
     fetched: RwLock<Vec<AtomicU64>>,
 }
 
 impl DirtyLog {
-    /// Enables the VM's logging mode, before its first slot logs.
+    /// Enables the VM's mode of dirty logging. Must be called before the slot starts to log.
     pub fn new(vm: &VmFd, pages: usize) -> Result<Self, KvmError> {
         let capability = u64::from(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2);
         let known = vm.check_extension_raw(capability);
@@ -57,9 +61,9 @@ impl DirtyLog {
         })
     }
 
-    /// Records that the slot has begun to log.
+    /// Must be called when the slot has started to log.
     pub fn started(&self, ram: &RamBlock) {
-        // The first round reads all pages without a fetch, so it has to clear all bits.
+        // The first round reads all pages without a fetch, so it must clear all bits.
         let fetched = self.fetched();
         for (index, word) in fetched.iter().enumerate() {
             let pages = (ram.pages() - index * 64).min(64);
@@ -67,10 +71,10 @@ impl DirtyLog {
         }
     }
 
-    /// Fetches the log; returns the number of new bits in `into`.
+    /// Fetches the log into `into`, and returns the number of bits that were not set there.
     pub fn sync(&self, vm: &VmFd, ram: &RamBlock, into: &DirtyBitmap) -> Result<u64, KvmError> {
-        // No thread may clear during a fetch: a thread with an older fetch could clear a bit that this fetch returns. If the
-        // guest then writes the page, the bit is set again, and the next clear would lose it.
+        // No thread may clear bits during a fetch. A thread with an older fetch could clear a bit that this fetch
+        // returns. If the guest then writes the page, KVM sets the bit again, and the next clear would lose that write.
         let fetched = self.fetched.write().unwrap_or_else(PoisonError::into_inner);
         let words = vm
             .get_dirty_log(SLOT, ram.len())
@@ -83,7 +87,7 @@ impl DirtyLog {
         Ok(into.or_words(0, &words))
     }
 
-    /// Clears the fetched bits of `pages` pages from `first`, a multiple of 64, on.
+    /// Clears the fetched bits of `pages` pages from page `first` on, a multiple of 64.
     pub fn clear(
         &self,
         vm: &VmFd,
@@ -108,7 +112,7 @@ impl DirtyLog {
         if taken.iter().all(|&word| word == 0) {
             return Ok(());
         }
-        // KVM requires whole words, except at the end of the slot; other bits are zero in them.
+        // KVM requires whole words, except at the end of the slot. Bits outside the range are zero in these words.
         let whole = (taken.len() * 64).min(ram.pages() - first);
         let request = kvm_clear_dirty_log {
             slot: SLOT,

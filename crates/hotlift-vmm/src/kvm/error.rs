@@ -1,18 +1,18 @@
-//! Errors of KVM itself.
+//! Errors of KVM.
 
 use std::io;
 
-/// KVM is unusable, or refused a call.
+/// KVM cannot be used, or rejected a call.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KvmError {
-    /// /dev/kvm could not be opened: it is missing, or this user may not use it.
+    /// /dev/kvm could not be opened: the file is missing, or this user has no permission.
     #[error("cannot open /dev/kvm")]
     Open(#[source] io::Error),
-    /// KVM speaks another version of its interface.
+    /// The kernel has another version of the KVM interface.
     #[error("KVM must have API version {expected}, got {got}")]
     ApiVersion {
-        /// The only existing version.
+        /// The supported version.
         expected: i32,
         /// The kernel's version.
         got: i32,
@@ -23,10 +23,10 @@ pub enum KvmError {
         /// Name of the capability (`KVM_CAP_USER_MEMORY`).
         capability: &'static str,
     },
-    /// The kernel refused a call.
+    /// The kernel rejected a call.
     #[error("KVM cannot {action}")]
     Kernel {
-        /// The requested action, as a verb phrase.
+        /// The rejected action, as a verb phrase.
         action: &'static str,
         /// The kernel's error.
         #[source]
@@ -35,7 +35,7 @@ pub enum KvmError {
 }
 
 impl KvmError {
-    /// Returns a function for `map_err`: the failure of `action`.
+    /// Returns a function for `map_err` that makes an error of `action`.
     pub(super) fn of(action: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
         move |error| Self::Kernel {
             action,

@@ -1,7 +1,8 @@
-//! A real virtual machine: KVM, 1 to 8 vCPUs in 64-bit mode, our guest program, no firmware, a serial port as the only device.
+//! A real virtual machine: KVM, 1 to 8 vCPUs in 64-bit mode, the guest program, no firmware, a serial port as the only
+//! device.
 //!
-//! vCPU 0 enters the program by PVH in 32-bit mode and builds the page tables; then the others start in
-//! its mode. From then on each is paced by a port on which it sleeps until its next tick.
+//! vCPU 0 enters the program by PVH in 32-bit mode and builds the page tables. Then the other vCPUs start in its mode.
+//! From then on, every vCPU sleeps at an I/O port until its next tick (the interval of its writes).
 //!
 //! | file | subject |
 //! |---|---|
@@ -53,12 +54,12 @@ pub(crate) struct KvmVcpus {
 }
 
 impl KvmVcpus {
-    /// Returns the vCPUs with their numbers.
+    /// Returns each vCPU with its number.
     fn numbered(&self) -> impl Iterator<Item = (u8, &Arc<Vcpu>)> {
         (0u8..).zip(&self.vcpus)
     }
 
-    /// Returns a vCPU's progress, from its registers; fails if its memory disagrees.
+    /// Returns a vCPU's progress, computed from its registers. Fails if the vCPU's block in memory differs.
     fn position(&self, ram: &RamBlock, index: u8, vcpu: &Vcpu) -> Result<Position, VerifyError> {
         let regs = vcpu
             .core()

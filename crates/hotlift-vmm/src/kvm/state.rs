@@ -1,6 +1,6 @@
 //! A vCPU's state: read from KVM, written to KVM, and its wire format.
 //!
-//! The parts are KVM's own structures in the kernel's x86-64 layout. Each is a field of the device `hotlift/vcpu` (see
+//! The fields are KVM's structures in the kernel's x86-64 layout. They belong to the device `hotlift/vcpu` (see
 //! [`crate::device`]):
 //!
 //! | tag | field | bytes |
@@ -15,8 +15,8 @@
 //! | 8 | MSRs | 12 each: be32 index, be64 value |
 //! | 9 | begun serial line | 0 to 256 |
 //!
-//! The kernel checks the values; its refusal is an error with the name of the part. Local APIC and clock are absent: the guest
-//! has no interrupt controller and reads no paravirtual clock.
+//! The kernel checks the values. If the kernel rejects a field, the error names it. Local APIC and clock are absent:
+//! the guest has no interrupt controller and reads no paravirtual clock.
 
 use hotlift::guest::DeviceState;
 use kvm_bindings::{
@@ -28,7 +28,7 @@ use kvm_ioctls::VcpuFd;
 use super::error::KvmError;
 use crate::device::{DeviceError, FieldWriter, Fields};
 
-/// Name and version of a vCPU's device.
+/// Name of a vCPU's device; the version follows.
 pub(super) const VCPU: &str = "hotlift/vcpu";
 pub(super) const VCPU_VERSION: u32 = 1;
 
@@ -42,22 +42,22 @@ const MP_STATE: u32 = 7;
 const MSRS: u32 = 8;
 const SERIAL: u32 = 9;
 
-/// Maximum bytes of a begun line on the guest's serial port; a longer line is split.
+/// Maximum length of an incomplete line on the guest's serial port, in bytes; a longer line is split.
 pub(super) const MAX_LINE: usize = 256;
 
-/// Maximum MSRs in a state: KVM's own limit for one call (`KVM_MAX_MSR_ENTRIES`).
+/// Maximum number of MSRs in a vCPU's state: KVM's limit for one call (`KVM_MAX_MSR_ENTRIES`).
 const MAX_MSRS: usize = 256;
 
 const MSR_TSC: u32 = 0x10;
 const MSR_TSC_DEADLINE: u32 = 0x6e0;
 
-/// Structures of numbers and arrays of numbers without gaps, so that any bytes are a valid value.
+/// A structure of numbers and arrays of numbers without padding, so that any bytes are a valid value.
 ///
 /// # Safety
-/// The type must be such a structure.
+/// The type must be a structure of numbers and arrays of numbers without padding.
 unsafe trait Plain: Copy + Default {
     fn to_bytes(&self) -> &[u8] {
-        // SAFETY: the bytes of a value without gaps are all initialised, for as long as it is borrowed.
+        // SAFETY: a value without padding has only initialised bytes, and it is borrowed for the result's lifetime.
         unsafe { std::slice::from_raw_parts((&raw const *self).cast(), size_of::<Self>()) }
     }
 
@@ -75,8 +75,8 @@ unsafe trait Plain: Copy + Default {
     }
 }
 
-// SAFETY: like all types here, a kernel ABI structure of integers with explicit padding fields. The sizes, checked below, are
-// the sums of their fields.
+// SAFETY: like all types here, this is a kernel ABI structure of integers with explicit padding fields. The sizes,
+// which are checked below, equal the sums of their fields.
 unsafe impl Plain for kvm_regs {}
 // SAFETY: see above.
 unsafe impl Plain for kvm_sregs {}
@@ -98,17 +98,17 @@ const _: () = {
     assert!(size_of::<kvm_mp_state>() == 4);
 };
 
-/// Properties common to a VM's vCPUs.
+/// Properties that all vCPUs of a VM share.
 #[derive(Debug, Clone)]
 pub(super) struct Model {
-    /// Bytes of `kvm_xsave`, at least 4096.
+    /// Length of `kvm_xsave`, in bytes, at least 4096.
     pub xsave_len: usize,
-    /// MSRs that can be read and written back.
+    /// Indices of the MSRs that can be read and written back.
     pub msrs: Vec<u32>,
 }
 
 impl Model {
-    /// Tests which of KVM's MSRs can be migrated, with `vcpu`, which must not have run.
+    /// Selects the entries of `listed` that can be read and written back on `vcpu`. The vCPU must not have run.
     pub fn new(vcpu: &VcpuFd, xsave_len: usize, listed: &[u32]) -> Self {
         let carried = |&index: &u32| {
             let Ok(mut one) = msr_list(&[(index, 0)]) else {
@@ -123,8 +123,8 @@ impl Model {
             .filter(carried)
             .take(MAX_MSRS)
             .collect();
-        // The deadline is a time of the TSC, so it comes after the TSC. Both are last, so that the guest's clock loses little
-        // time.
+        // The TSC deadline is compared with the TSC, so it is written after the TSC. Both are last, so that the guest's
+        // clock loses little time.
         msrs.sort_by_key(|&index| match index {
             MSR_TSC => 1,
             MSR_TSC_DEADLINE => 2,
@@ -159,7 +159,7 @@ fn msr_list(entries: &[(u32, u64)]) -> Result<Msrs, DeviceError> {
 
 /// Returns the first 4096 bytes of `xsave`.
 fn region(xsave: &mut Xsave) -> &mut [u32; 1024] {
-    // SAFETY: only the length must not change, and it is not reachable through the result.
+    // SAFETY: the length of the structure must not change, and the result gives no access to the length.
     unsafe { &mut xsave.as_mut_fam_struct().xsave.region }
 }
 
@@ -177,9 +177,9 @@ pub(super) struct VcpuState {
 }
 
 impl VcpuState {
-    /// Reads the state of a vCPU that is not running and has no port access pending.
+    /// Reads the state of a vCPU. The vCPU must not run, and no port access may be pending.
     pub fn save(vcpu: &VcpuFd, model: &Model, serial: &[u8]) -> Result<Self, KvmError> {
-        // First: this call makes KVM settle pending events.
+        // First, because this call makes KVM process pending events.
         let mp_state = vcpu
             .get_mp_state()
             .map_err(KvmError::of("read a vCPU's run state"))?;
@@ -257,7 +257,7 @@ impl VcpuState {
         fields.device(VCPU, instance, VCPU_VERSION)
     }
 
-    /// Reads a device. Sizes are checked here, values by the kernel in [`VcpuState::load`].
+    /// Decodes a device. Checks the sizes; the kernel checks the values in [`VcpuState::load`].
     pub fn parse(payload: &[u8], model: &Model) -> Result<Self, DeviceError> {
         let mut fields = Fields::parse(VCPU, payload)?;
         let bytes = fields.take(XSAVE, "vector registers")?;
@@ -316,7 +316,7 @@ impl VcpuState {
         Ok(state)
     }
 
-    /// Loads the state into a vCPU of the same model.
+    /// Loads the state into a vCPU. Its VM must have the same [`Model`] as the source.
     pub fn load(&self, fd: &VcpuFd, vcpu: u8, model: &Model) -> Result<(), DeviceError> {
         let refused = |action| {
             move |error: kvm_ioctls::Error| DeviceError::Kernel {
@@ -325,7 +325,7 @@ impl VcpuState {
                 source: error.into(),
             }
         };
-        // System registers first: their mode restricts the values of the rest.
+        // System registers first: their mode restricts the values of all others.
         fd.set_sregs(&self.sregs)
             .map_err(refused("take its system registers"))?;
         fd.set_regs(&self.regs)
@@ -339,7 +339,7 @@ impl VcpuState {
             let taken = fd
                 .set_msrs(&msr_list(&[(index, value)])?)
                 .is_ok_and(|set| set == 1);
-            // An MSR that this host lacks is no loss if it was never used.
+            // An MSR that this host lacks does not matter if the guest never set it.
             if !taken && (value != 0 || model.msrs.contains(&index)) {
                 return Err(DeviceError::Msr { vcpu, index, value });
             }

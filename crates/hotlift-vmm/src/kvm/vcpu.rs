@@ -1,9 +1,9 @@
 //! A vCPU: its thread, its exits, and its stop.
 //!
-//! To stop a vCPU, `immediate_exit` is set in the structure that it shares with KVM, and then its thread gets a signal. The
-//! byte stops a thread that is about to enter the guest, the signal one that is inside. The thread leaves its loop on EINTR
-//! only: KVM finishes a begun port access before it returns EINTR, so the registers of a stopped vCPU are always between two
-//! instructions.
+//! To stop a vCPU, the stopping thread sets `immediate_exit` in the structure shared with KVM, and then sends a signal.
+//! The byte stops a vCPU thread that is about to enter the guest. The signal stops a vCPU thread inside the guest. The
+//! vCPU thread leaves its loop on EINTR only. KVM finishes a started port access before it returns EINTR, so the
+//! registers of a stopped vCPU are always between two instructions.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -23,29 +23,29 @@ use super::program::{
 use super::state::MAX_LINE;
 use crate::machine::Common;
 
-/// Maximum serial lines kept; older ones are dropped.
+/// Maximum number of serial lines kept in memory; older lines are dropped.
 const MAX_LINES: usize = 1000;
 
-/// Timeout for the guest's first vCPU to build page tables. It takes milliseconds, under a hypervisor that emulates it some
-/// hundred.
+/// Timeout for vCPU 0 to build the page tables. It takes milliseconds; on an emulating hypervisor, some hundred
+/// milliseconds.
 const BOOT_LIMIT: Duration = Duration::from_secs(20);
 
-/// RFLAGS with interrupts off: only the always-set bit.
+/// RFLAGS with interrupts disabled: only the bit that is always set.
 const FLAGS: u64 = 2;
 
-/// One vCPU.
+/// One vCPU of a KVM guest.
 pub(super) struct Vcpu {
     index: u8,
-    /// Locked by the thread while it runs, so that no thread reads changing registers.
+    /// State of the vCPU. Its thread holds the lock while it runs, so that no other thread reads changing registers.
     core: Mutex<Core>,
     immediate_exit: ImmediateExit,
 }
 
 pub(super) struct Core {
     pub fd: VcpuFd,
-    /// Begun line on the serial port.
+    /// Incomplete line on the serial port.
     pub line: Vec<u8>,
-    /// Stolen time not yet reported to it.
+    /// Time for which the vCPU was not run, not yet reported to the guest.
     pub stolen: Duration,
 }
 
@@ -59,8 +59,8 @@ unsafe impl Sync for ImmediateExit {}
 
 impl ImmediateExit {
     fn set(&self, value: u8) {
-        // SAFETY: the pointer leads into the mapping of the `VcpuFd` in the same `Vcpu`, which is never replaced; nothing else
-        // in this process writes that byte.
+        // SAFETY: the pointer is into the mapping of the `VcpuFd` in the same `Vcpu`, which is never replaced. No other
+        // code in this process writes the byte.
         unsafe { AtomicU8::from_ptr(self.0) }.store(value, Ordering::SeqCst);
     }
 }
@@ -71,11 +71,11 @@ pub(super) struct Shared {
     pub lines: Mutex<VecDeque<String>>,
 }
 
-/// Reason why a vCPU stopped.
+/// Reason why a vCPU left the guest.
 enum Stop {
-    /// A stop was requested.
+    /// Another thread requested a stop.
     Kicked,
-    /// It built page tables; the others may start at this address.
+    /// The vCPU has built the page tables. The other vCPUs may start at this address.
     Ready(u64),
 }
 
@@ -93,23 +93,23 @@ impl Vcpu {
         }
     }
 
-    /// Waits until the vCPU is stopped; returns its lock.
+    /// Waits until the vCPU is stopped, and returns its locked state.
     pub fn core(&self) -> MutexGuard<'_, Core> {
         lock(&self.core)
     }
 
-    /// Requests a stop; the signal must follow.
+    /// Sets the stop byte of the vCPU. The caller must then send the signal.
     pub fn stop_soon(&self) {
         self.immediate_exit.set(1);
     }
 
-    /// Runs the thread of this vCPU.
+    /// Runs the vCPU on the calling thread, until the thread must end.
     pub fn run(&self, shared: &Shared) {
         shared.common.control.started(self.index);
         while let Some(_running) = shared.common.control.park(|| self.immediate_exit.set(0)) {
             match self.run_until_stopped(&mut self.core(), shared) {
                 Ok(Stop::Kicked) => {}
-                // A guest that is migrated back reports it again.
+                // A guest that was migrated back reports readiness again.
                 Ok(Stop::Ready(_)) => {}
                 Err(reason) => {
                     let reason = format!("vCPU {}: {reason}", self.index);
@@ -153,7 +153,7 @@ impl Vcpu {
         })
     }
 
-    /// Makes this vCPU start at `address` in the mode of `first`.
+    /// Makes this vCPU start at `address` in the CPU mode of vCPU `first`.
     pub fn start_as(&self, first: &VcpuFd, address: u64) -> Result<(), KvmError> {
         let fd = &self.core().fd;
         let sregs = first
@@ -175,7 +175,7 @@ impl Vcpu {
         let Core { fd, line, stolen } = core;
         let mut slice = shared.common.control.slice();
         loop {
-            // A kick just before it enters the guest is lost: it then runs for one more slice.
+            // A signal just before the vCPU enters the guest is lost. The vCPU then runs for one more slice.
             if shared.common.control.slice() != slice {
                 slice = shared.common.control.slice();
                 *stolen += shared.common.control.sleep_off();
@@ -235,8 +235,8 @@ impl Vcpu {
     }
 }
 
-/// Sets the registers of a PVH entry: 32-bit protected mode, no paging, flat segments, ebx to the boot information (Xen's
-/// public/arch-x86/hvm/start_info.h).
+/// Sets the registers for a PVH start (Xen's public/arch-x86/hvm/start_info.h): 32-bit protected mode, no paging, flat
+/// segments. ebx points to the boot information.
 fn set_entry(fd: &VcpuFd, entry: &Entry) -> Result<(), KvmError> {
     let flat = |kind: u8, selector: u16| kvm_segment {
         limit: 0xffff_ffff,
@@ -283,7 +283,7 @@ fn set_entry(fd: &VcpuFd, entry: &Entry) -> Result<(), KvmError> {
         .map_err(KvmError::of("set a vCPU's registers"))
 }
 
-/// Handles one byte of the serial port.
+/// Handles one byte that the guest sent to the serial port.
 fn put(line: &mut Vec<u8>, byte: u8, shared: &Shared) {
     if byte != b'\n' {
         line.push(byte);
@@ -300,16 +300,16 @@ fn put(line: &mut Vec<u8>, byte: u8, shared: &Shared) {
     lines.push_back(text);
 }
 
-/// Interrupts `thread` in KVM_RUN.
+/// Sends the signal that interrupts `thread` in KVM_RUN.
 pub(super) fn send_kick(thread: libc::pthread_t) {
     static HANDLER: Once = Once::new();
     extern "C" fn nothing(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
-    // An empty handler: only the interruption of the system call matters. A real-time signal, because other code in a VMM's
-    // process hardly uses one.
+    // The handler is empty, because only the interruption of the system call is needed. The signal is a real-time
+    // signal, because other code in a VMM's process rarely uses one.
     HANDLER.call_once(|| {
         register_signal_handler(SIGRTMIN(), nothing).expect("SIGRTMIN can always be handled");
     });
-    // SAFETY: `thread` is the caller's own or an unjoined thread.
+    // SAFETY: `thread` is the calling thread, or a thread that is not joined yet.
     unsafe { libc::pthread_kill(thread, SIGRTMIN()) };
 }
 

@@ -1,4 +1,4 @@
-//! The VM: its memory slot, the creation of its vCPUs, and checks of KVM's capabilities.
+//! The VM of a KVM guest: its memory slot, the creation of its vCPUs, and checks of KVM's capabilities.
 
 use hotlift_mem::RamBlock;
 use kvm_bindings::{
@@ -10,11 +10,11 @@ use super::error::KvmError;
 use super::state::Model;
 use crate::bytes::{to_u64, to_usize};
 
-/// The memory slot of all RAM, from guest-physical 0 on. There is no firmware, interrupt controller or device with memory, so
-/// no hole is needed below 4 GiB.
+/// Number of the memory slot for all RAM, which starts at guest-physical address 0. Without firmware, interrupt
+/// controller or memory-mapped devices, no hole below 4 GiB is needed.
 pub(super) const SLOT: u32 = 0;
 
-/// `KVM_API_VERSION`, which has had only one value.
+/// Version of the KVM interface (`KVM_API_VERSION`), the only one that exists.
 const API_VERSION: i32 = 12;
 const _: () = assert!(KVM_API_VERSION == 12);
 
@@ -47,14 +47,14 @@ fn open() -> Result<Kvm, KvmError> {
 /// Checks that a VM with a vCPU can be created.
 ///
 /// # Errors
-/// The reason why not.
+/// The reason why no VM can be created.
 pub fn usable() -> Result<(), KvmError> {
     let vm = open()?.create_vm().map_err(KvmError::of("create a VM"))?;
     vm.create_vcpu(0).map_err(KvmError::of("create a vCPU"))?;
     Ok(())
 }
 
-/// Creates a VM and its vCPUs, which have not run.
+/// Creates a VM and its vCPUs. The vCPUs have not run.
 pub(super) fn create(vcpus: u8) -> Result<(VmFd, Vec<VcpuFd>, Model), KvmError> {
     let kvm = open()?;
     let vm = kvm.create_vm().map_err(KvmError::of("create a VM"))?;
@@ -79,7 +79,7 @@ pub(super) fn create(vcpus: u8) -> Result<(VmFd, Vec<VcpuFd>, Model), KvmError> 
     Ok((vm, vcpus, model))
 }
 
-/// Maps `ram` at guest-physical 0, with or without a dirty log. May be called again to change the log.
+/// Maps `ram` at guest-physical address 0, with a dirty log if `log` is true. Can be called again to change `log`.
 pub(super) fn map(vm: &VmFd, ram: &RamBlock, log: bool) -> Result<(), KvmError> {
     let region = kvm_userspace_memory_region {
         slot: SLOT,
@@ -88,12 +88,13 @@ pub(super) fn map(vm: &VmFd, ram: &RamBlock, log: bool) -> Result<(), KvmError> 
         memory_size: to_u64(ram.len()),
         userspace_addr: to_u64(ram.host_addr().addr()),
     };
-    // SAFETY: the range is the block's whole mapping. Every owner of the VM owns the block (see `Machine`), so it stays mapped,
-    // and it is accessed only as guest-writable memory.
+    // SAFETY: the range is the block's whole mapping. Every owner of the VM also owns the block (see `Machine`), so the
+    // range stays mapped. It is accessed only as guest-writable memory.
     unsafe { vm.set_user_memory_region(region) }.map_err(KvmError::of("map guest RAM"))
 }
 
-/// Returns the TSC frequency of a vCPU in kHz. Without KVM's value a guess, which only affects the pace.
+/// Returns the TSC frequency of a vCPU in kHz. If KVM does not report it, returns a guess, which only affects the rate
+/// of writes.
 pub(super) fn tsc_khz(vcpu: &VcpuFd) -> u32 {
     vcpu.get_tsc_khz()
         .ok()
@@ -110,7 +111,7 @@ pub fn host_tsc_khz() -> Result<u32, KvmError> {
     Ok(vcpus.first().map_or(0, tsc_khz))
 }
 
-/// Reads one u64 of RAM; returns 0 outside of it. For counters that the guest keeps for display.
+/// Reads one u64 of RAM, for display only; returns 0 outside RAM.
 pub(super) fn peek(ram: &RamBlock, offset: u64) -> u64 {
     ram.load_u64(to_usize(offset)).unwrap_or(0)
 }
