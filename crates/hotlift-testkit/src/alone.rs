@@ -1,14 +1,14 @@
-//! A test in a process of its own, and the memory of a process.
+//! Runs a test in a separate process, and reads the memory use of a process.
 //!
-//! Tests run concurrently in one process, so process-wide values (resident memory, threads) belong to no single test.
+//! Tests run concurrently in one process, so process-wide values (resident memory, threads) include other tests.
 
 use std::fs;
 use std::process::Command;
 
-/// Set in a process that runs one test.
+/// Name of the environment variable that is set in a process for one test.
 const VARIABLE: &str = "HOTLIFT_TEST_ALONE";
 
-/// Runs the rest of this test in a process of its own. Must be first in a test that returns nothing.
+/// Runs the rest of this test in a separate process. Must be the first statement of a test that returns nothing.
 #[macro_export]
 macro_rules! alone {
     () => {
@@ -19,17 +19,17 @@ macro_rules! alone {
     };
 }
 
-/// Implements [`alone!`](crate::alone!): returns false in a process that was started for the test. Otherwise runs it in one,
-/// and panics if it fails there. `here` is a function inside the test's function.
+/// Implements [`alone!`](crate::alone!). Returns false in the separate process of the test. Otherwise starts this
+/// process, waits for its success, and returns true. `here` is a function inside the test's function.
 ///
 /// # Panics
-/// If the test fails, or cannot be run.
+/// If the test fails in the separate process, or cannot be run.
 #[must_use]
 pub fn has_run_elsewhere(here: &str) -> bool {
     if std::env::var_os(VARIABLE).is_some() {
         return false;
     }
-    // CRATE::MODULE::TEST::here: libtest does not name the crate.
+    // The name is CRATE::MODULE::TEST::here, but libtest omits the crate.
     let test = here
         .split_once("::")
         .and_then(|(_, path)| path.rsplit_once("::"));
@@ -43,7 +43,7 @@ pub fn has_run_elsewhere(here: &str) -> bool {
     let output = output.unwrap_or_else(|error| panic!("{test}: {error}"));
     let [printed, errors] =
         [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
-    // A filter without a matching test succeeds too.
+    // libtest also succeeds if no test matches the filter.
     let has_run = printed.contains("test result: ok. 1 passed");
     assert!(
         output.status.success() && has_run,
@@ -52,19 +52,19 @@ pub fn has_run_elsewhere(here: &str) -> bool {
     true
 }
 
-/// Returns the resident bytes of this process.
+/// Returns the resident memory of this process, in bytes.
 ///
 /// # Panics
-/// If the kernel does not report them.
+/// If the kernel does not report the value.
 #[must_use]
 pub fn resident() -> u64 {
     status("VmRSS:")
 }
 
-/// Returns the peak of resident bytes of this process since the last call.
+/// Returns the peak of this process's resident memory since the last call, in bytes.
 ///
 /// # Panics
-/// If the kernel does not report it.
+/// If the kernel does not report the value.
 #[must_use]
 pub fn peak() -> u64 {
     let peak = status("VmHWM:");
@@ -74,7 +74,7 @@ pub fn peak() -> u64 {
     peak
 }
 
-/// Returns a value in KiB of this process's status, in bytes.
+/// Returns the value `name` from this process's status file, converted from KiB to bytes.
 fn status(name: &str) -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let value = status.lines().find_map(|line| line.strip_prefix(name));
@@ -89,7 +89,7 @@ mod tests {
     #[test]
     fn written_memory_is_resident_and_its_peak_stays_until_read() {
         alone!();
-        // The kernel's count is accurate to some pages per CPU.
+        // The kernel's count is accurate to a few pages per CPU.
         const HALF: u64 = 32 << 20;
         let _ = peak();
         let before = resident();

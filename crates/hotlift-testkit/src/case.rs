@@ -1,4 +1,4 @@
-//! One case of the campaign: the pair, its network and its faults. All of it is drawn from a seed.
+//! One case of the fault campaign: the pair of programs, the network and the faults, all drawn from a seed.
 
 use std::time::Duration;
 
@@ -11,52 +11,52 @@ use crate::process::{Output, Stream};
 use crate::proxy::{Ending, Turns};
 use crate::qemu::Release;
 
-/// Default time that a source queries the outcome of its guest (`settle-timeout`).
+/// Default time for which a source in doubt queries the outcome of its migration (`settle-timeout`).
 pub const SETTLE: Duration = Duration::from_secs(60);
 
-/// Programs of a migration.
+/// The programs on both sides of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pair {
-    /// `hotlift guest run` twice.
+    /// Two built-in guests: `hotlift guest run` on both sides.
     BuiltIn {
         /// Kind of guest.
         guest: BuiltIn,
         /// Number of vCPUs.
         vcpus: u8,
-        /// Multifd channels; 0 without multifd.
+        /// Number of multifd channels; 0 without multifd.
         channels: u8,
-        /// True if the source is driven over QMP, else by `--migrate-to`.
+        /// True if the source is controlled over QMP; false if it is started with `--migrate-to`.
         monitored: bool,
     },
-    /// `hotlift migrate` and `hotlift serve`.
+    /// `hotlift migrate` at the source and `hotlift serve` at the destination control two QEMUs.
     Steered {
-        /// The source's QEMU.
+        /// Release of the source's QEMU.
         from: Release,
-        /// The destination's QEMU.
+        /// Release of the destination's QEMU.
         to: Release,
         /// True if `serve` starts the destination's QEMU; false if `serve` gets the QMP socket of a running one.
         started: bool,
     },
-    /// `hotlift relay` twice.
+    /// Two QEMUs with a `hotlift relay` on each host.
     Relays {
-        /// The source's QEMU.
+        /// Release of the source's QEMU.
         from: Release,
-        /// The destination's QEMU.
+        /// Release of the destination's QEMU.
         to: Release,
     },
-    /// Two QEMUs that are unaware of `hotlift agent` on their hosts.
+    /// Two QEMUs with a `hotlift agent` on each host; the QEMUs do not know the agents.
     Agents {
-        /// The source's QEMU.
+        /// Release of the source's QEMU.
         from: Release,
-        /// The destination's QEMU.
+        /// Release of the destination's QEMU.
         to: Release,
-        /// QEMU's multifd channels; 0 without multifd.
+        /// Number of QEMU's multifd channels; 0 without multifd.
         channels: u8,
     },
 }
 
-/// A guest of Hotlift itself.
+/// Kind of Hotlift's built-in guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BuiltIn {
@@ -67,7 +67,7 @@ pub enum BuiltIn {
 }
 
 impl Pair {
-    /// Returns the short name.
+    /// Returns the short name of the kind.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -78,7 +78,7 @@ impl Pair {
         }
     }
 
-    /// Returns true if the driver continues the migration after `pre-switchover`.
+    /// Returns true if the migration pauses before the switchover until the driver of the test continues it.
     #[must_use]
     pub fn is_held_before_switchover(&self) -> bool {
         match self {
@@ -88,7 +88,7 @@ impl Pair {
         }
     }
 
-    /// Returns true if the source is a guest without a monitor: it reports progress in its output.
+    /// Returns true if the source is a guest without a monitor, which reports progress in its output.
     #[must_use]
     pub fn is_unmonitored(&self) -> bool {
         matches!(
@@ -100,7 +100,7 @@ impl Pair {
         )
     }
 
-    /// Returns true if no process of Hotlift steers the QEMUs: their operator must judge the end.
+    /// Returns true if no Hotlift process controls the QEMUs. Their operator must then decide where the guest runs.
     #[must_use]
     pub fn is_steered_by_others(&self) -> bool {
         matches!(self, Self::Relays { .. } | Self::Agents { .. })
@@ -111,37 +111,38 @@ impl Pair {
     }
 }
 
-/// Network between the hosts.
+/// The network between both hosts of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Net {
     /// MTU of the link in bytes.
     pub mtu: u16,
-    /// `net.ipv4.tcp_orphan_retries` on both hosts.
+    /// Value of the kernel setting `net.ipv4.tcp_orphan_retries` on both hosts.
     pub orphan_retries: u8,
-    /// A proxy before the destination.
+    /// The proxy before the destination, with its handling of connection ends; `None` without a proxy.
     pub proxy: Option<Turns>,
-    /// Rate of the link from the switchover on, in kbit/s, which slows the handover down.
+    /// Rate of the link from the switchover on, in kbit/s. A low rate makes the handover slower. `None` without a
+    /// limit.
     pub slow: Option<u32>,
-    /// TLS between the two sides.
+    /// True if the two sides use TLS.
     #[serde(default)]
     pub tls: bool,
 }
 
-/// A process of the pair.
+/// A process of a migration that a fault can affect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Party {
     /// The QEMU or built-in guest at the source.
     SourceGuest,
-    /// `migrate` or `relay source`.
+    /// The source's command: `migrate` or `relay source`.
     SourceCommand,
-    /// `serve` or `relay destination`.
+    /// The destination's command: `serve` or `relay destination`.
     DestinationCommand,
     /// The QEMU or built-in guest at the destination.
     DestinationGuest,
 }
 
-/// A signal that asks a command to end.
+/// A signal that asks a command to end in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Asking {
@@ -153,19 +154,19 @@ pub enum Asking {
     Hup,
 }
 
-/// Kind of a connection from an unknown client.
+/// Behaviour of a client that does not belong to the migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stranger {
-    /// Sends nothing.
+    /// The client sends nothing.
     Idle,
-    /// Sends random bytes.
+    /// The client sends random bytes.
     Garbage,
-    /// Begins as a source does, and stops.
+    /// The client sends the first bytes of a source, and stops.
     HalfOpening,
 }
 
-/// A migration capability of QEMU that is enabled before the migration.
+/// A migration capability of QEMU that a case enables before the migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[expect(missing_docs, reason = "QEMU's own names")]
@@ -193,7 +194,8 @@ pub enum Capability {
 }
 
 impl Capability {
-    /// All capabilities, with weights: capabilities that change which pages a stream holds are more frequent.
+    /// All capabilities with their weights. Capabilities that change which pages a stream contains are drawn more
+    /// often.
     const ALL: [(u32, Self); 20] = [
         (1, Self::AutoConverge),
         (3, Self::BackgroundSnapshot),
@@ -217,7 +219,7 @@ impl Capability {
         (1, Self::ZeroCopySend),
     ];
 
-    /// Returns its name in QMP.
+    /// Returns the name of the capability in QMP.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -245,7 +247,7 @@ impl Capability {
     }
 }
 
-/// A change of the guest's power.
+/// A change of the guest's power state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PowerChange {
@@ -257,24 +259,24 @@ pub enum PowerChange {
     Reset,
 }
 
-/// Firewall rules at the source from other programs than the agent.
+/// Firewall rules on the source's host that another program loaded, in addition to the agent's rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ForeignRules {
-    /// `notrack` for the ports of migrations.
+    /// A `notrack` rule for the ports of migrations.
     Notrack,
-    /// A nat chain before the agent's chain accepts these ports.
+    /// A nat chain that runs before the agent's chain and accepts these ports.
     EarlierAccept,
-    /// A nat chain before the agent's chain has its own destination for these ports.
+    /// A nat chain that runs before the agent's chain and redirects these ports elsewhere.
     EarlierDnat,
-    /// A mark on packets to these ports.
+    /// A rule that marks packets to these ports.
     Mark,
-    /// A masquerade of all outgoing packets.
+    /// A masquerade rule for all outgoing packets.
     Masquerade,
 }
 
 impl ForeignRules {
-    /// Returns true if the rules bypass the agent's redirect.
+    /// Returns true if the rules prevent the agent's redirect of migrations.
     #[must_use]
     pub fn bypass_redirect(self) -> bool {
         matches!(
@@ -284,93 +286,93 @@ impl ForeignRules {
     }
 }
 
-/// Kind of a fault.
+/// Kind of a fault, with its parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
-    /// The link is down.
+    /// The link between the hosts is down.
     LinkDown {
         /// Duration in seconds.
         secs: u64,
-        /// End where it is taken down.
+        /// End of the link that is taken down.
         at: End,
     },
-    /// The proxy cuts all connections.
+    /// The proxy ends all connections.
     Cut {
-        /// Kind of the end.
+        /// How the connections end.
         how: Ending,
-        /// Further bytes from the destination before the cut.
+        /// Number of bytes from the destination that still pass.
         after: u64,
     },
-    /// The proxy delays everything.
+    /// The proxy delays all data.
     Delay {
         /// Delay in milliseconds.
         ms: u64,
     },
-    /// SIGKILL.
+    /// A process is killed by SIGKILL.
     Kill {
-        /// Target.
+        /// Process that is killed.
         party: Party,
     },
-    /// SIGSTOP, and SIGCONT later.
+    /// A process is stopped by SIGSTOP, and continued later by SIGCONT.
     Freeze {
-        /// Target.
+        /// Process that is stopped.
         party: Party,
         /// Duration in seconds.
         secs: u64,
     },
-    /// A signal that asks a process to end.
+    /// A process receives a signal that asks it to end.
     Signal {
-        /// Target.
+        /// Process that receives the signal.
         party: Party,
-        /// Signal.
+        /// Signal that is sent.
         signal: Asking,
     },
-    /// `migrate_cancel` at the source.
+    /// The source receives the QMP command `migrate_cancel`.
     Cancel,
-    /// A QMP socket that does not answer.
+    /// A QMP socket stops answering.
     QmpStall {
-        /// Side of the QEMU.
+        /// Side of the migration whose QMP socket stops answering.
         at: End,
         /// Duration in seconds.
         secs: u64,
     },
-    /// An output that accepts nothing any more.
+    /// An output of a process accepts no data.
     Output {
-        /// Owner.
+        /// Process with the defective output.
         party: Party,
-        /// Stream.
+        /// Standard output or standard error.
         stream: Stream,
         /// Kind of the defect.
         output: Output,
     },
-    /// Unknown clients connect to the waiting destination, again and again.
+    /// Unknown clients repeatedly connect to the waiting destination.
     Strangers {
         /// Kind of client.
         who: Stranger,
     },
-    /// A host loses all packets in both directions, as without power.
+    /// A host loses all packets in both directions, as after a power failure.
     PowerLoss {
-        /// Seconds; `None` forever.
+        /// Duration in seconds; `None` if it does not end.
         secs: Option<u64>,
-        /// The host.
+        /// Host that loses packets.
         at: End,
     },
-    /// Another process holds the lock of the destination's disk image from now on.
+    /// Another process locks the destination's disk image, and keeps the lock.
     LockedDisk,
     /// A capability of a QEMU is enabled before the migration.
     CapabilityOn {
-        /// The QEMU's host.
+        /// Host of the QEMU.
         at: End,
         /// The capability.
         name: Capability,
     },
     /// The guest powers off or is reset.
     Power {
-        /// Its change.
+        /// The change of the power state.
         change: PowerChange,
     },
-    /// The source's host gets rules in addition to the agent's table.
+    /// Firewall rules of another program are loaded on the source's host.
     Foreign {
         /// The rules.
         rules: ForeignRules,
@@ -378,7 +380,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Returns the short name, the key of the table.
+    /// Returns the short name of the kind, as tables show it.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -431,7 +433,7 @@ impl Kind {
         }
     }
 
-    /// Returns the duration of the fault; 0 for one without a duration. A permanent loss lasts as long as the peer's silence
+    /// Returns the duration of the fault; 0 for faults without one. A permanent power loss counts as the peer's silence
     /// timeout.
     #[must_use]
     pub fn lasts(&self) -> Duration {
@@ -447,25 +449,25 @@ impl Kind {
         }
     }
 
-    /// Returns true if the fault is a signal that asks `whom` to end.
+    /// Returns true if the fault is a signal that asks the process `whom` to end.
     #[must_use]
     pub fn asks(&self, whom: Party) -> bool {
         matches!(self, Self::Signal { party, .. } if *party == whom)
     }
 
-    /// Returns true if the guest powers off.
+    /// Returns true if the fault powers the guest off.
     #[must_use]
     pub fn powers_off(&self) -> bool {
         matches!(self, Self::Power { change } if *change != PowerChange::Reset)
     }
 
-    /// Returns true if the fault lasts longer than a source queries the outcome of its guest.
+    /// Returns true if the fault lasts longer than a source in doubt queries the outcome (`settle-timeout`).
     #[must_use]
     pub fn outlasts_settling(&self) -> bool {
         matches!(self, Self::PowerLoss { secs: None, .. })
     }
 
-    /// Returns true if the fault must be set up before the processes start.
+    /// Returns true if the fault must be present before the processes start.
     #[must_use]
     pub fn is_from_the_start(&self) -> bool {
         let device = Output::Device;
@@ -474,51 +476,51 @@ impl Kind {
     }
 }
 
-/// Moment of a fault.
+/// Time of a fault, as a phase of the migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Moment {
-    /// The migration was requested.
+    /// From the request to migrate on.
     Setup,
-    /// Pages are sent.
+    /// From the first sent pages on.
     Round,
-    /// The guest is paused for the last round.
+    /// From the pause of the guest for the last round on.
     Switchover,
-    /// A message of the handover is lost.
+    /// When the network has lost this message of the handover.
     Lost(Message),
-    /// The guest runs at the destination; its commands may not know yet.
+    /// When the guest runs at the destination. The commands may not know it yet.
     Arrived,
-    /// The source's side has ended.
+    /// When the source's side has ended.
     After,
 }
 
-/// A fault.
+/// A fault: kind and time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
-    /// Kind.
+    /// Kind of the fault.
     pub kind: Kind,
-    /// Moment.
+    /// Phase of the migration after which the fault occurs.
     pub moment: Moment,
-    /// Milliseconds after the moment.
+    /// Delay after the start of the phase, in milliseconds.
     pub delay_ms: u64,
 }
 
-/// A case.
+/// One case of the fault campaign.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Case {
-    /// Number in the list.
+    /// Number of the case in the campaign's list.
     pub number: u64,
-    /// Seed of the draw.
+    /// Seed that the case was drawn from.
     pub seed: u64,
-    /// Programs of the migration.
+    /// Programs on both sides.
     pub pair: Pair,
-    /// Network.
+    /// Network between the hosts.
     pub net: Net,
-    /// Faults.
+    /// Faults of the case.
     pub faults: Vec<Fault>,
 }
 
-/// Returns the seed of a case of a campaign, mixed so that neighbours differ completely (SplitMix64).
+/// Returns the seed of case `number`. SplitMix64 mixes it, so that seeds of adjacent cases differ completely.
 fn seed_of(campaign: u64, number: u64) -> u64 {
     let mut z = campaign.wrapping_add(number.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -540,7 +542,7 @@ fn weighted<T: Copy>(rng: &mut Rng, choices: &[(u32, T)]) -> T {
 }
 
 impl Case {
-    /// Draws case `number` of the campaign with this seed.
+    /// Draws case `number` of the campaign with the seed `campaign`.
     #[must_use]
     pub fn draw(campaign: u64, number: u64) -> Self {
         let seed = seed_of(campaign, number);
@@ -553,7 +555,7 @@ impl Case {
             slow: None,
             tls: false,
         };
-        // Most handovers are spread over some hundred milliseconds.
+        // A low rate spreads most handovers over some hundred milliseconds.
         if rng.u8(0..4) > 0 {
             net.slow = Some(*rng.choice(&[4000, 8000, 16_000, 32_000]).unwrap_or(&8000));
         }
@@ -565,7 +567,8 @@ impl Case {
         let mut faults: Vec<Fault> = Vec::new();
         for _ in 0..count {
             let fault = draw_fault(&mut rng, &pair);
-            // At most one fault per name, and one power change per QEMU: its command line fixes off or reset.
+            // At most one fault of each name. Only one power change per QEMU, because the command line fixes power-off
+            // or reset.
             let is_like = |other: &Fault| {
                 let power = |kind| matches!(kind, Kind::Power { .. });
                 other.kind.name() == fault.kind.name() || power(other.kind) && power(fault.kind)
@@ -579,11 +582,11 @@ impl Case {
         if faults.iter().any(needs_proxy) {
             net.proxy.get_or_insert(Turns::AsIs);
         }
-        // An encrypted message cannot be recognised, and lost.
+        // An encrypted message cannot be recognised, so it cannot be dropped selectively.
         let is_lost = |fault: &Fault| matches!(fault.moment, Moment::Lost(_));
         net.tls = rng.bool() && !faults.iter().any(is_lost);
         if let Pair::Agents { .. } = pair {
-            // Agents always have certificates, and connect to each other directly.
+            // Agents always use certificates and connect directly.
             (net.proxy, net.tls) = (None, true);
         }
         Self {
@@ -595,20 +598,20 @@ impl Case {
         }
     }
 
-    /// Returns the faults that happened, according to `fired`.
+    /// Returns the faults that occurred; `fired` has an entry for each fault of the case.
     pub fn happened(&self, fired: &[bool]) -> impl Iterator<Item = &Kind> {
         let both = self.faults.iter().zip(fired);
         both.filter(|(_, fired)| **fired)
             .map(|(fault, _)| &fault.kind)
     }
 
-    /// Returns the total duration of its faults.
+    /// Returns the sum of the durations of all faults.
     #[must_use]
     pub fn lasts(&self) -> Duration {
         self.faults.iter().map(|fault| fault.kind.lasts()).sum()
     }
 
-    /// Returns true if one of its faults satisfies `is_so`.
+    /// Returns true if `is_so` returns true for a fault of the case.
     pub fn has(&self, is_so: impl Fn(&Kind) -> bool) -> bool {
         self.faults.iter().any(|fault| is_so(&fault.kind))
     }
@@ -669,14 +672,14 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
         ][..],
         false => &[(1, Party::SourceGuest), (1, Party::DestinationGuest)],
     };
-    // Hotlift's own processes: a QEMU obeys a signal, and its output is not Hotlift's.
+    // Only Hotlift's own processes: QEMU handles signals and output in its own way.
     let ours = match commands {
         true => &[(1, Party::SourceCommand), (1, Party::DestinationCommand)][..],
         false => any_party,
     };
     let agents = matches!(pair, Pair::Agents { .. });
     let steered = matches!(pair, Pair::Steered { .. });
-    // Weights of faults that do not concern agents, and of those that a pair can have.
+    // `old`: weight of a fault for pairs without agents. `only`: weight of a fault that some pairs cannot have.
     let old = |weight| if agents { 0 } else { weight };
     let only = |has: bool, weight| if has { weight } else { 0 };
     let kind = match weighted(
@@ -700,7 +703,7 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
         ],
     ) {
         fault @ (0 | 10) => {
-            // Bare relays and monitored guests wait for their driver before the handover.
+            // Relays and monitored guests wait for the driver of the test before the handover.
             if moment == Moment::Switchover && pair.is_held_before_switchover() && rng.bool() {
                 let messages = [
                     Message::Pong,
@@ -716,8 +719,8 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
                 let secs = weighted(rng, &[(40, 1), (25, 3), (20, 6), (6, 20), (3, 90)]);
                 Kind::LinkDown { secs, at }
             } else {
-                // Most are shorter than a timeout of the product, so that a campaign has many. 32 s is below the silence limit,
-                // but above the time that kernels before 6.15 are sure to retransmit.
+                // Most durations are shorter than the product's timeouts, so that a campaign has many faults. 32 s is
+                // below the silence timeout, but longer than kernels before 6.15 certainly retransmit.
                 let secs = weighted(
                     rng,
                     &[
@@ -782,7 +785,7 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
                 Pair::Steered { started: false, .. } => {
                     weighted(rng, &[(2, End::Source), (1, End::Destination)])
                 }
-                // `serve` starts the other QEMU, with all capabilities off.
+                // Only `serve` starts the QEMU of this side, with all capabilities disabled.
                 _ => End::Source,
             },
             name: weighted(rng, &Capability::ALL),
@@ -812,16 +815,16 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
     };
     let kind = with_reader_of_standard_output(kind, pair);
     match (kind, moment) {
-        // Later the destination already has its disk.
+        // In later phases the destination has already locked its disk.
         (Kind::LockedDisk, Moment::Arrived | Moment::After) => moment = Moment::Round,
-        // A paused guest changes nothing.
+        // A power change has no effect on a paused guest.
         (Kind::Power { .. }, Moment::Switchover) => moment = Moment::Round,
         (Kind::Foreign { .. }, Moment::Arrived | Moment::After) => {
             (moment, delay_ms) = (Moment::Setup, 0);
         }
         _ => {}
     }
-    // Unknown clients connect throughout, and faults of the start must exist before the processes.
+    // Unknown clients connect throughout. Faults for which `is_from_the_start` is true must precede the processes.
     if matches!(kind, Kind::Strangers { .. }) || kind.is_from_the_start() {
         (moment, delay_ms) = (Moment::Setup, 0);
     }
@@ -832,7 +835,8 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
     }
 }
 
-/// Keeps the standard output of a source without a monitor, which reports the guest's location.
+/// Replaces a fault at the standard output of a source without a monitor, because the output reports where the guest
+/// is.
 fn with_reader_of_standard_output(kind: Kind, pair: &Pair) -> Kind {
     match kind {
         Kind::Output {

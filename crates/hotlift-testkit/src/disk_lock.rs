@@ -1,4 +1,4 @@
-//! Another user of a disk image: a QEMU with a disk on it, which holds its lock.
+//! Locks a disk image from another QEMU process.
 
 use std::path::Path;
 
@@ -8,19 +8,19 @@ use serde_json::json;
 use crate::error::KitError;
 use crate::qemu::Launched;
 
-/// A QEMU that can take the lock of one image.
+/// A QEMU process that can lock one disk image.
 #[derive(Debug)]
 pub struct DiskLock {
     qmp: Qemu,
-    /// Killed on drop, which releases the lock.
+    /// The QEMU process. It is killed on drop, which releases the lock.
     _process: Launched,
 }
 
 impl DiskLock {
-    /// Starts the QEMU, without the lock.
+    /// Starts the QEMU process without locking the image.
     ///
     /// # Errors
-    /// If QEMU does not start, or cannot open the image.
+    /// If QEMU does not start, or cannot open the disk image.
     pub fn prepare(program: &Path, image: &Path) -> Result<Self, KitError> {
         let machine = "-S -machine pc -m 16M -accel kvm -accel tcg";
         let arguments: Vec<&str> = machine.split(' ').collect();
@@ -38,12 +38,13 @@ impl DiskLock {
         })
     }
 
-    /// Takes the lock; returns false if another process holds it.
+    /// Locks the disk image. Returns false if another process has locked it.
     ///
     /// # Errors
     /// If QEMU does not answer.
     pub fn take(&mut self) -> Result<bool, KitError> {
-        // A device denies writes of other processes, the only condition that the device of an arriving guest checks.
+        // The lock is a device that denies writes of other processes. The device of an arriving guest checks only this
+        // condition.
         let device = json!({ "driver": "virtio-blk-pci", "drive": "disk" });
         match self.qmp.client().execute("device_add", &device) {
             Ok(_) => Ok(true),

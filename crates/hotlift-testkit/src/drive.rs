@@ -1,4 +1,4 @@
-//! Drives one case: runs the migration, fires its faults at their moments, and watches both guests.
+//! Runs one case of the fault campaign: runs the migration, causes the faults in their phases, and watches both guests.
 
 use std::time::{Duration, Instant};
 
@@ -13,56 +13,57 @@ use crate::qemu::PATIENCE;
 use crate::rig::{DATA_PORT, PORT, Rig, index};
 use crate::strangers::Strangers;
 
-/// Poll interval.
+/// Interval between two polls of the state.
 const TICK: Duration = Duration::from_millis(3);
 
-/// Maximum duration of a case beyond its faults and the time that a source queries.
+/// Maximum duration of a case, in addition to its faults and `settle-timeout`.
 const SLACK: Duration = Duration::from_secs(120);
 
-/// Timeout for the destination's end after the source's.
+/// Timeout for the end of the destination's side, after the end of the source's side.
 const GRACE: Duration = Duration::from_secs(12);
 
-/// The same if the guest runs at the source, or is off: no source connects any more.
+/// Shorter timeout instead of [`GRACE`] if the guest runs at the source or is off, because then no source connects
+/// again.
 const STAYED: Duration = Duration::from_secs(2);
 
-/// Timeout of a command after SIGINT.
+/// Timeout for a command to end after SIGINT.
 const ASKED: Duration = Duration::from_secs(30);
 
-/// Time after which a process that has reported an error is assumed to stay, with its guest paused.
+/// Time after which a process that reported an error is assumed to continue with its guest paused.
 const STAYS: Duration = Duration::from_secs(5);
 
-/// Duration of a full output.
+/// Time for which an output stays full.
 const FULL: Duration = Duration::from_secs(15);
 
-/// Assumed duration of the page transfer of a guest that does not report its switchover.
+/// Assumed duration of the page transfer, for a guest that does not report its switchover.
 const ROUNDS: Duration = Duration::from_millis(600);
 
-/// Observations by the end.
+/// Observations made until the end of a case.
 #[derive(Debug)]
 pub struct Seen {
-    /// Faults that happened.
+    /// Which faults occurred; an entry for each fault of the case.
     pub fired: Vec<bool>,
-    /// True if all commands have started; otherwise there was no migration.
+    /// True if all commands have started; otherwise no migration was requested.
     pub is_ready: bool,
-    /// True if both guests ran at once.
+    /// True if the guest ran on both sides at once.
     pub both: bool,
     /// True if the guest has run at the destination.
     pub arrived: bool,
-    /// TCP segments with data that left the source outside the agents' own connections.
+    /// Number of TCP segments with data that left the source unencrypted, apart from connections between agents.
     pub plaintext: u64,
-    /// True if no guest ran at the end of a full output, although no other fault was left to undo.
+    /// True if no guest ran at the end of a full output, and no other fault was in effect.
     pub none_while_full: bool,
-    /// True if the source's side did not end.
+    /// True if the source's side did not end in time.
     pub hangs: bool,
-    /// Processes that had to be killed at the end.
+    /// Names of the processes that had to be killed at the end.
     pub did_not_end: Vec<&'static str>,
     /// State of the guest at the source.
     pub here: Look,
     /// State of the guest at the destination.
     pub there: Look,
-    /// Exit code of the source's side.
+    /// Exit code of the source's side; `None` if unknown.
     pub source_exit: Option<i32>,
-    /// Exit code of the destination's command.
+    /// Exit code of the destination's command; `None` if unknown.
     pub destination_exit: Option<i32>,
 }
 
@@ -70,16 +71,16 @@ struct Drive<'a> {
     case: &'a Case,
     rig: &'a mut Rig,
     fired: Vec<bool>,
-    /// Faults that need no further attempt.
+    /// True for each fault that was already caused, or could not be.
     tried: Vec<bool>,
-    /// Faults to undo.
+    /// Faults to undo, each with its time.
     undone: Vec<(Instant, Kind)>,
     begun: Instant,
     active: Option<Instant>,
     stopped: Option<Instant>,
     arrived: Option<Instant>,
     over: Option<Instant>,
-    /// Time when a source without a monitor reported an error.
+    /// Time when a source without a monitor reported an error; `None` before.
     failed: Option<Instant>,
     loses: bool,
     both: bool,
@@ -88,10 +89,10 @@ struct Drive<'a> {
     strangers: Option<Strangers>,
 }
 
-/// Runs the migration to its end.
+/// Runs the migration of a case to its end, and causes the faults.
 ///
 /// # Errors
-/// If the machinery fails.
+/// If the test machinery itself fails.
 pub fn drive(case: &Case, rig: &mut Rig) -> Result<Seen, KitError> {
     let tried = case
         .faults
@@ -99,7 +100,7 @@ pub fn drive(case: &Case, rig: &mut Rig) -> Result<Seen, KitError> {
         .map(|fault| fault.kind.is_from_the_start());
     let tried: Vec<bool> = tried.collect();
     let fired = case.faults.iter().zip(&tried).map(|(fault, is_there)| {
-        // QEMU may lack the capability, or refuse it.
+        // QEMU may lack or reject the capability.
         let is_capability = matches!(fault.kind, Kind::CapabilityOn { .. });
         *is_there && (!is_capability || rig.capability_is_on)
     });
@@ -132,7 +133,7 @@ pub fn drive(case: &Case, rig: &mut Rig) -> Result<Seen, KitError> {
 }
 
 impl Drive<'_> {
-    /// Runs the case; returns false if it does not end.
+    /// Runs the migration. Returns false if it does not end in time.
     fn run(&mut self) -> Result<bool, KitError> {
         let deadline = self.begun + self.case.lasts() + SETTLE + SLACK;
         loop {
@@ -158,7 +159,8 @@ impl Drive<'_> {
         }
     }
 
-    /// Detects that both guests run. Polls the destination first: a guest that moves there in between is seen once.
+    /// Records whether both guests run at once, and returns the states of source and destination. Polls the destination
+    /// first, so that a guest that arrives between the polls does not count as two.
     fn watch(&mut self) -> (Look, Look) {
         let there = self.rig.there.look();
         if there == Look::Running {
@@ -169,7 +171,7 @@ impl Drive<'_> {
         (here, there)
     }
 
-    /// Returns the state of the guest at the source; one without a monitor reports its progress.
+    /// Returns the state of the guest at the source. For a guest without a monitor, derives the state from its output.
     fn here(&mut self) -> Look {
         if !self.case.pair.is_unmonitored() {
             return self.rig.here.look();
@@ -191,7 +193,7 @@ impl Drive<'_> {
         }
     }
 
-    /// Records the progress of the migration, and continues it where it waits.
+    /// Records the progress of the migration, and continues it if it waits for the driver.
     fn follow(&mut self) -> Result<(), KitError> {
         if self.over.is_none() && self.is_over() {
             self.over = Some(Instant::now());
@@ -215,7 +217,7 @@ impl Drive<'_> {
         let has_stopped = match is_plain {
             true => self.active.is_some_and(|active| active.elapsed() >= ROUNDS),
             false => {
-                // A held migration is continued below, so its state must be seen.
+                // A migration that waits is continued below, so its state must be read.
                 let is_held = self.case.pair.is_held_before_switchover();
                 matches!(status, "pre-switchover" | "device" | "completed")
                     || !is_held && self.rig.here.has_stopped()
@@ -223,7 +225,7 @@ impl Drive<'_> {
         };
         if has_stopped {
             self.stopped = Some(Instant::now());
-            // A guest without reports may still be in its rounds.
+            // A guest without a monitor may still send rounds.
             if let Some(kbits) = self.case.net.slow.filter(|_| !is_plain) {
                 self.rig.link.limit(kbits)?;
             }
@@ -233,7 +235,7 @@ impl Drive<'_> {
                     self.loses = true;
                 }
                 self.stopped = Some(Instant::now());
-                // It may have ended in between.
+                // The migration may have ended in the meantime.
                 let _ = self.rig.here.proceed();
             }
         }
@@ -272,14 +274,15 @@ impl Drive<'_> {
             }
             Pair::Steered { .. } => ended(&mut self.rig.source_command),
             Pair::Relays { .. } => {
-                // The source's relay must have ended, and so must its QEMU's migration, unless that QEMU hangs.
+                // The source's relay must have ended. The migration of its QEMU must also have ended, unless the QEMU
+                // hangs.
                 ended(&mut self.rig.source_command)
                     && (is_final(&mut self.rig.here) || self.rig.here.look() == Look::Silent)
             }
         }
     }
 
-    /// Fires due faults.
+    /// Causes the faults whose time has come.
     fn fire_due(&mut self) -> Result<(), KitError> {
         for number in 0..self.case.faults.len() {
             let fault = self.case.faults[number];
@@ -306,7 +309,7 @@ impl Drive<'_> {
         Ok(())
     }
 
-    /// Fires a fault; returns false if it has no target.
+    /// Causes a fault. Returns false if the fault has no target.
     fn fire(&mut self, kind: Kind) -> Result<bool, KitError> {
         let lasts = kind.lasts();
         if lasts > Duration::ZERO && !kind.outlasts_settling() {
@@ -331,11 +334,11 @@ impl Drive<'_> {
                     None => Ok(false),
                 };
             }
-            // It is enabled since the rig was built.
+            // This capability was enabled when the processes were started.
             Kind::CapabilityOn { .. } => {}
             Kind::Power { change } => {
                 let rig = &mut *self.rig;
-                // With `-no-reboot` a reset powers off.
+                // With `-no-reboot`, a reset powers the guest off.
                 let did_reset = rig.there.reset() || rig.here.reset();
                 if did_reset && change == PowerChange::Reset {
                     rig.here.note_reset();
@@ -367,7 +370,7 @@ impl Drive<'_> {
             Kind::Cancel => self.rig.here.cancel(),
             Kind::QmpStall { at, .. } => match &self.rig.qmp[index(at)] {
                 Some(proxy) => proxy.hold(lasts),
-                // Only `serve`, which started this QEMU, has its socket: SIGSTOP stops its main loop.
+                // Only `serve` started this QEMU and has its QMP socket. SIGSTOP stops the QEMU's main loop.
                 None => self.rig.signal(guest_of(at), Signal::STOP),
             },
             Kind::Output {
@@ -394,7 +397,7 @@ impl Drive<'_> {
         Ok(true)
     }
 
-    /// Undoes faults that have lasted long enough, or all of them.
+    /// Undoes the faults whose duration has passed; with `all`, undoes every fault.
     fn undo(&mut self, all: bool) -> Result<(), KitError> {
         let now = Instant::now();
         let due = |(at, _): &mut (Instant, Kind)| all || *at <= now;
@@ -413,12 +416,12 @@ impl Drive<'_> {
         Ok(())
     }
 
-    /// Reads full outputs again in time. An unread output may block its process, but no guest.
+    /// Reads full outputs again after the time limit. A full output may block its process, but not a guest.
     fn read_on_in_time(&mut self) {
         if self.full_since.is_some_and(|since| since.elapsed() >= FULL) {
             self.full_since = None;
             let (here, there) = self.watch();
-            // A guest without a monitor runs unseen.
+            // A guest without a monitor may run without showing it.
             let is_still = |look: &Look| matches!(look, Look::Paused(_) | Look::Ended);
             let none = is_still(&here) && (is_still(&there) || there == Look::Waiting);
             self.none_while_full = self.undone.is_empty() && none;
@@ -439,7 +442,7 @@ impl Drive<'_> {
         }
     }
 
-    /// Waits for the destination's end, and collects the observations.
+    /// Waits for the end of the destination's side, and returns the observations.
     fn finish(mut self, hangs: bool) -> Result<Seen, KitError> {
         let mut did_not_end = Vec::new();
         self.undo(true)?;
@@ -453,7 +456,7 @@ impl Drive<'_> {
             self.read_on_in_time();
             let one = (looks.0 == Look::Running) != (looks.1 == Look::Running);
             let command = self.rig.destination_command.as_mut();
-            // An agent outlives its migrations.
+            // An agent keeps running after a migration.
             let ended = matches!(self.case.pair, Pair::Agents { .. })
                 || command.is_none_or(|command| command.ended().is_some());
             if (one && ended) || over.elapsed() >= GRACE {
@@ -474,7 +477,7 @@ impl Drive<'_> {
             let Some(process) = self.rig.process(party) else {
                 continue;
             };
-            // A second signal would interrupt its cleanup.
+            // A second signal would interrupt the command's cleanup.
             let is_ending = was_asked && process.wait(ASKED).is_ok();
             if !is_ending && process.ended().is_none() {
                 process.signal(Signal::INT);
@@ -489,7 +492,7 @@ impl Drive<'_> {
             process.hear_out();
         }
         looks = self.watch();
-        // On a busy host, a monitor may answer late.
+        // A monitor may answer late on a busy host.
         let has_monitor = !self.case.pair.is_unmonitored();
         let looked = Instant::now();
         while looked.elapsed() < PATIENCE
@@ -520,7 +523,8 @@ impl Drive<'_> {
         })
     }
 
-    /// Returns the exit code of the source's side; for a guest whose monitor keeps running, the equivalent.
+    /// Returns the exit code of the source's side; `None` if unknown. A guest whose process keeps running has no exit
+    /// code, so its migration status is converted.
     fn source_exit(&mut self, here: &Look) -> Option<i32> {
         match self.case.pair {
             Pair::BuiltIn {
@@ -531,7 +535,7 @@ impl Drive<'_> {
                 match info.status() {
                     "completed" => Some(0),
                     "cancelled" => Some(130),
-                    // A guest that has powered off does not continue.
+                    // A guest that is powered off does not continue.
                     "failed"
                         if *here == Look::Running
                             || *here == Look::Paused("shutdown".to_owned()) =>

@@ -1,4 +1,4 @@
-//! Errors of setup and queries.
+//! Errors of the test machinery: setup and queries.
 
 use std::io;
 use std::time::Duration;
@@ -6,55 +6,55 @@ use std::time::Duration;
 use hotlift_qmp::QmpError;
 use hotlift_vmm::fill::FillError;
 
-/// A failure of the machinery, or of its subject.
+/// A failure of the test machinery, or of the tested program.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KitError {
-    /// The system refused a call.
+    /// A system call failed.
     #[error("cannot {what}: {source}")]
     System {
-        /// The attempted action.
+        /// The action that was attempted.
         what: String,
-        /// The system's error.
+        /// The error that the system returned.
         #[source]
         source: io::Error,
     },
-    /// A system tool failed.
+    /// A system tool failed, such as `ip` or `nft`.
     #[error("'{command}' failed: {said}")]
     Tool {
-        /// Its command line.
+        /// Command line of the tool.
         command: String,
-        /// Its stderr.
+        /// Standard error of the tool.
         said: String,
     },
-    /// A process did not print or do the expected in time.
+    /// A process did not print or do what was expected within the timeout.
     #[error("{process} has not {what} within {waited:?}; its output: {said}")]
     Late {
         /// Name of the process.
         process: String,
         /// The expected event.
         what: String,
-        /// The timeout.
+        /// Timeout of the wait.
         waited: Duration,
-        /// Its last lines.
+        /// Last output lines of the process.
         said: String,
     },
-    /// A QMP exchange failed.
+    /// A QMP connection or command failed.
     #[error("QMP: {0}")]
     Qmp(#[from] QmpError),
     /// The content of a guest's RAM could not be created.
     #[error("cannot make the content of RAM: {0}")]
     Fill(#[from] FillError),
-    /// A guest's memory does not match its writes.
+    /// The memory of a guest does not match its writes.
     #[error("the guest's memory is wrong: {problem}")]
     Memory {
-        /// The difference.
+        /// The difference that was found.
         problem: String,
     },
 }
 
 impl KitError {
-    /// Returns a function for `map_err`: the system refused `what`.
+    /// Returns a function for `map_err` that makes an error of the action `what`.
     pub fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
         let what = what.into();
         |source| Self::System { what, source }

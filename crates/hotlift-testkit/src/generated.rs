@@ -1,12 +1,13 @@
-//! Pages of the docs that tests generate.
+//! Compares generated pages of the documentation with the files.
 
 use std::fs;
 use std::path::Path;
 
-/// Compares `file` with the generated `text`, or writes it if `HOTLIFT_WRITE_TABLE` is set.
+/// Compares `file` with the generated `text`. If the environment variable `HOTLIFT_WRITE_TABLE` is set, writes the file
+/// instead.
 ///
 /// # Panics
-/// If they differ, or the file cannot be written.
+/// If the file differs from `text`, or cannot be written.
 pub fn check(file: &Path, text: &str) {
     if std::env::var_os("HOTLIFT_WRITE_TABLE").is_some() {
         fs::write(file, text).expect("the page");

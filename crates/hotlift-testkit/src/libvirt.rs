@@ -1,6 +1,7 @@
-//! Two hosts with a libvirtd each, in namespaces of their own, and domains that move between them.
+//! Two hosts, each with a libvirtd in separate namespaces, and domains that migrate between them.
 //!
-//! `scripts/libvirt-host` creates a host. Its processes end with it, and it ends with this process.
+//! `scripts/libvirt-host` creates a host. When the host ends, its processes end. When the test process ends, the hosts
+//! end.
 
 use std::fmt::Write as _;
 use std::fs::{self, Permissions};
@@ -20,10 +21,10 @@ use crate::process::Process;
 use crate::program::Program;
 use crate::qemu::{self, PATIENCE, VCPU_NICE};
 
-/// Interval between checks of a domain's state.
+/// Interval between two polls of a domain's state.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Returns true if hosts with a libvirtd can be created here, or notes a skip.
+/// Returns true if this machine can run hosts with a libvirtd. Otherwise notes a skip and returns false.
 #[must_use]
 pub fn is_possible() -> bool {
     if !rustix::process::geteuid().is_root() {
@@ -40,11 +41,11 @@ pub fn is_possible() -> bool {
     qemu::Release::V7.program().is_some() && qemu::has_kvm()
 }
 
-/// A host.
+/// A host in namespaces, with its own libvirtd.
 #[derive(Debug)]
 pub struct Host {
     name: &'static str,
-    /// `unshare`; its child is process 1 of the host, which ends with its standard input.
+    /// The process `unshare`. Its child is process 1 of the host, which ends when its standard input is closed.
     holder: Child,
     init: Pid,
 }
@@ -52,7 +53,7 @@ pub struct Host {
 impl Drop for Host {
     fn drop(&mut self) {
         drop(self.holder.stdin.take());
-        // It fails only if it was already waited for.
+        // The wait fails only if the process was already waited for.
         let _ = self.holder.wait();
     }
 }
@@ -71,7 +72,7 @@ impl Host {
             .map_err(KitError::system("run 'unshare'"))?;
         let mut word = String::new();
         if let Some(stdout) = holder.stdout.take() {
-            // A process without output has ended.
+            // A process that closes its output without a line has ended.
             let _ = BufReader::new(stdout).read_line(&mut word);
         }
         if word.trim() != "stands" {
@@ -84,19 +85,19 @@ impl Host {
         Ok(Self { name, holder, init })
     }
 
-    /// Returns its name, which resolves to its address on both hosts.
+    /// Returns the name of the host, which resolves to the host's address on both hosts.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// Returns the URI of its libvirtd, for the other host.
+    /// Returns the URI by which the other host connects to this host's libvirtd.
     #[must_use]
     pub fn uri(&self) -> String {
         format!("qemu+tcp://{}/system", self.name)
     }
 
-    /// Returns the path of a file of this host, for this process.
+    /// Returns the path by which the test process can open the file `path` of this host.
     #[must_use]
     pub fn path(&self, path: &str) -> PathBuf {
         let path = path.trim_start_matches('/');
@@ -106,7 +107,7 @@ impl Host {
             .join(path)
     }
 
-    /// Returns a command that runs on this host. It is killed with its starter.
+    /// Returns a command that runs on this host. The command is killed when its parent process ends.
     #[must_use]
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new("nsenter");
@@ -117,20 +118,20 @@ impl Host {
         command
     }
 
-    /// Starts a program on this host.
+    /// Starts `program` on this host.
     ///
     /// # Errors
-    /// If it cannot be started.
+    /// If the program cannot be started.
     pub fn start(&self, program: &str, arguments: &[&str]) -> Result<Process, KitError> {
         let mut command = self.command(program);
         command.args(arguments);
         Process::start(program, None, command, &[])
     }
 
-    /// Runs a tool on this host; returns its output.
+    /// Runs a tool on this host, and returns the tool's output.
     ///
     /// # Errors
-    /// If it cannot be run, or fails.
+    /// If the tool cannot be run, or fails.
     pub fn tool(&self, program: &str, arguments: &[&str]) -> Result<String, KitError> {
         let run = self.command(program).args(arguments).output();
         let run = run.map_err(KitError::system(format!("run '{program}'")))?;
@@ -151,15 +152,15 @@ impl Host {
         self.tool("virsh", arguments)
     }
 
-    /// Starts its libvirtd, also after a kill.
+    /// Starts this host's libvirtd. Can be called again after the libvirtd was killed.
     ///
     /// # Errors
-    /// If it does not start.
+    /// If the libvirtd does not start.
     pub fn start_libvirtd(&self) -> Result<(), KitError> {
         let line = ["--daemon", "--listen", "--pid-file", "/run/libvirtd.pid"];
         self.tool("libvirtd", &line)?;
         let deadline = Instant::now() + PATIENCE;
-        // It goes into the background before it listens.
+        // libvirtd goes into the background before it listens.
         while let Err(error) = self.virsh(&["uri"]) {
             if Instant::now() >= deadline {
                 return Err(error);
@@ -169,10 +170,10 @@ impl Host {
         Ok(())
     }
 
-    /// Sends a signal to its libvirtd.
+    /// Sends a signal to this host's libvirtd.
     ///
     /// # Errors
-    /// If it does not run.
+    /// If the libvirtd does not run.
     pub fn signal_libvirtd(&self, signal: &str) -> Result<(), KitError> {
         self.signal_by_file("/run/libvirtd.pid", signal)
     }
@@ -180,7 +181,7 @@ impl Host {
     /// Sends a signal to the QEMU of a domain.
     ///
     /// # Errors
-    /// If it does not run.
+    /// If the QEMU does not run.
     pub fn signal_qemu(&self, domain: &Domain, signal: &str) -> Result<(), KitError> {
         let file = format!("/run/libvirt/qemu/{}.pid", domain.name);
         self.signal_by_file(&file, signal)
@@ -205,27 +206,27 @@ impl Host {
     /// Sends a signal to a process that was started on this host.
     ///
     /// # Errors
-    /// If it has ended.
+    /// If the process has ended.
     pub fn signal(&self, process: &Process, signal: Signal) -> Result<(), KitError> {
         kill_process(child_of(process.pid())?, signal)
             .map_err(|error| KitError::system("send a signal")(error.into()))
     }
 
-    /// Returns the local process id of a process that was started on this host.
+    /// Returns the process ID, as seen by the test, of a process that was started on this host.
     ///
     /// # Errors
-    /// If it has ended.
+    /// If the process has ended.
     pub fn pid(&self, process: &Process) -> Result<Pid, KitError> {
         child_of(process.pid())
     }
 
-    /// Returns libvirt's name of a domain's state; `None` if it is not on this host.
+    /// Returns libvirt's name for the state of a domain; `None` if the domain is not on this host.
     #[must_use]
     pub fn state(&self, domain: &Domain) -> Option<String> {
         self.virsh(&["domstate", &domain.name]).ok()
     }
 
-    /// Returns the last output lines of a domain's QEMU on this host, which has probably ended.
+    /// Returns the last output lines of a domain's QEMU on this host. Used after QEMU has probably ended.
     fn last_words(&self, domain: &Domain) -> String {
         let path = self.path(&format!("/var/log/libvirt/qemu/{}.log", domain.name));
         let output = fs::read_to_string(path).unwrap_or_default();
@@ -234,7 +235,7 @@ impl Host {
     }
 }
 
-/// Returns the only child of a process.
+/// Returns the child of the process `parent`, which must have exactly one.
 fn child_of(parent: Pid) -> Result<Pid, KitError> {
     let pid = parent.as_raw_nonzero();
     let path = format!("/proc/{pid}/task/{pid}/children");
@@ -259,23 +260,23 @@ fn child_of(parent: Pid) -> Result<Pid, KitError> {
     }
 }
 
-/// A transient domain with the guest program.
+/// A transient libvirt domain that runs the guest program.
 #[derive(Debug)]
 pub struct Domain {
-    /// Its name.
+    /// Name of the domain.
     pub name: String,
     program: Arc<Program>,
     console: PathBuf,
-    /// Id of its RAM's backend.
+    /// ID of the memory backend of the domain's RAM.
     ram: &'static str,
 }
 
-/// Hardware of a domain other than its vCPU and RAM.
+/// Hardware of a domain in addition to its vCPU and RAM.
 #[derive(Debug, Clone, Copy)]
 pub enum Hardware<'a> {
     /// A disk, on a machine type that all releases of QEMU have.
     Disk(Disk),
-    /// These `<devices>`, on the same machine type; node 0 has memory slots.
+    /// The given `<devices>` on the same machine type. NUMA node 0 has memory slots.
     Devices(&'a str),
     /// A microvm, which has no PCI devices.
     Microvm,
@@ -286,11 +287,11 @@ pub enum Hardware<'a> {
 pub enum Disk {
     /// In a folder shared by both hosts.
     Shared,
-    /// A separate one per host, so that it has to be copied.
+    /// A separate disk on each host, which the migration must copy.
     OfEachHost,
 }
 
-/// Both hosts, and the link between them.
+/// Two hosts, and the link between them.
 #[derive(Debug)]
 pub struct Hosts {
     /// The first host, `a`.
@@ -300,17 +301,17 @@ pub struct Hosts {
     folder: TempDir,
 }
 
-/// Bytes of a disk; few, since other tests cover the copy.
+/// Size of a disk in bytes. It is small because other tests cover the copying of disks.
 const DISK_BYTES: u64 = 4 << 20;
 
 impl Hosts {
-    /// Creates both, each with its libvirtd. Needs root.
+    /// Creates both hosts, each with its libvirtd. Needs root.
     ///
     /// # Errors
-    /// If any part of it cannot be created.
+    /// If a host or the link cannot be created.
     pub fn new() -> Result<Self, KitError> {
         let folder = qemu::folder()?;
-        // QEMU runs as a separate user.
+        // QEMU runs as another user.
         open_to_all(folder.path())?;
         let this = Self {
             source: Host::new("a", folder.path())?,
@@ -345,7 +346,7 @@ impl Hosts {
         Ok(this)
     }
 
-    /// Returns the host of a side.
+    /// Returns the host of the given side.
     #[must_use]
     pub fn host(&self, end: End) -> &Host {
         match end {
@@ -360,7 +361,7 @@ impl Hosts {
         self.folder.path()
     }
 
-    /// Takes the link down or up.
+    /// Sets the link `state`: "down" or "up".
     ///
     /// # Errors
     /// If `ip` fails.
@@ -369,7 +370,7 @@ impl Hosts {
         self.source.tool("ip", &line).map(drop)
     }
 
-    /// Limits both directions to `mbits` Mbit/s from now on.
+    /// Limits the link's rate in both directions to `mbits` Mbit/s from now on.
     ///
     /// # Errors
     /// If `tc` fails.
@@ -388,7 +389,7 @@ impl Hosts {
     /// Starts a domain with a disk at the source, and waits until its guest writes.
     ///
     /// # Errors
-    /// If it does not start.
+    /// If the domain does not start.
     pub fn domain(
         &self,
         name: &str,
@@ -402,7 +403,7 @@ impl Hosts {
     /// Starts a domain with other hardware at the source, and waits until its guest writes.
     ///
     /// # Errors
-    /// If it does not start.
+    /// If the domain does not start.
     pub fn domain_with(
         &self,
         name: &str,
@@ -460,7 +461,7 @@ impl Hosts {
         let ram = domain.program.ram_bytes() >> 10;
         let elf = self.folder().join("hotlift.elf");
         let boot = domain.program.boot(&elf)?;
-        // '-kernel', the file, '-append', its words.
+        // The last words of the command line are `-kernel`, the file, `-append`, and the guest program's arguments.
         let append = boot.last().cloned().unwrap_or_default();
         let machine = match hardware {
             Hardware::Microvm => "microvm",
@@ -511,20 +512,21 @@ impl Hosts {
         Ok(xml)
     }
 
-    /// Returns the file of a domain's memory backend on a host. libvirt gives that of a DIMM its alias, as `dimm0`.
+    /// Returns the file of the domain's memory backend `id` on `host`. For a DIMM, libvirt uses the alias as ID, such
+    /// as `dimm0`.
     ///
     /// # Errors
-    /// If the domain is not there.
+    /// If the domain is not on this host.
     pub fn memory(&self, host: &Host, domain: &Domain, id: &str) -> Result<PathBuf, KitError> {
         let number = host.virsh(&["domid", &domain.name])?;
         let name = &domain.name;
         Ok(host.path(&format!("/run/ram/libvirt/qemu/{number}-{name}/{id}")))
     }
 
-    /// Returns the side where the only guest of a domain runs.
+    /// Returns the side where the only running guest of a domain is.
     ///
     /// # Errors
-    /// [`KitError::Memory`] if it runs nowhere, or on both hosts.
+    /// [`KitError::Memory`] if the guest runs on no side, or on both.
     pub fn guest_location(&self, domain: &Domain) -> Result<End, KitError> {
         let states = [&self.source, &self.destination].map(|host| host.state(domain));
         match states.each_ref().map(Option::as_deref) {
@@ -541,11 +543,11 @@ impl Hosts {
         }
     }
 
-    /// Proves that exactly one guest of a domain runs, and that its memory matches its writes. Returns its side and its writes
-    /// so far; it keeps running.
+    /// Proves that exactly one guest of a domain runs, and that its memory matches its writes. Returns the guest's side
+    /// and the number of its writes so far. The guest keeps running.
     ///
     /// # Errors
-    /// [`KitError::Memory`] if not; other errors if it cannot be read.
+    /// [`KitError::Memory`] if the proof fails; other errors if the guest or its memory cannot be read.
     pub fn prove(&self, domain: &Domain) -> Result<(End, u64), KitError> {
         let end = self.guest_location(domain)?;
         let host = self.host(end);
@@ -563,7 +565,7 @@ impl Hosts {
 /// Creates a file that every user may write to.
 ///
 /// # Errors
-/// If it cannot be created.
+/// If the file cannot be created.
 pub fn make_file(path: &Path, bytes: u64) -> Result<(), KitError> {
     let what = || format!("make {}", path.display());
     let file = fs::File::create(path).map_err(KitError::system(what()))?;
@@ -571,7 +573,7 @@ pub fn make_file(path: &Path, bytes: u64) -> Result<(), KitError> {
     open_to_all(path)
 }
 
-/// Makes `path` accessible to QEMU's user.
+/// Makes `path` accessible to the user that runs QEMU.
 fn open_to_all(path: &Path) -> Result<(), KitError> {
     fs::set_permissions(path, Permissions::from_mode(0o777))
         .map_err(KitError::system(format!("open {} to all", path.display())))

@@ -1,4 +1,4 @@
-//! A guest in its process, QEMU or Hotlift's own, with its queries and commands.
+//! A guest in its process (QEMU or `hotlift guest run`), with queries and commands.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,29 +16,29 @@ use crate::process::{Process, Stream};
 use crate::program::Program;
 use crate::qemu::{self, PATIENCE};
 
-/// Timeout for the state of a guest. Without an answer it is `Silent`, and polled again.
+/// Timeout for a query of a guest's state. Without an answer the state is [`Look::Silent`], and the query is repeated.
 const GLANCE: Duration = Duration::from_millis(300);
 
-/// Migration capabilities and parameters of a QEMU.
+/// Migration capabilities and parameters of a QEMU, as QMP reports them.
 pub type Settings = (Vec<(String, bool)>, Map<String, Value>);
 
-/// Observed state of a guest.
+/// State of a guest, as observed by the test.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Look {
-    /// Its vCPUs run.
+    /// The guest's vCPUs run.
     Running,
-    /// Its vCPUs are paused, in this state.
+    /// The guest's vCPUs are paused; the string is QEMU's run state.
     Paused(String),
-    /// It has not arrived.
+    /// The guest has not arrived yet.
     Waiting,
-    /// Its process exists but does not answer.
+    /// The process exists, but does not answer.
     Silent,
-    /// Its process has ended.
+    /// The guest's process has ended.
     Ended,
 }
 
 impl Look {
-    /// Returns the state as one word.
+    /// Returns a one-word name of the state. For a paused guest, the name is QEMU's run state.
     #[must_use]
     pub fn name(&self) -> &str {
         match self {
@@ -51,38 +51,38 @@ impl Look {
     }
 }
 
-/// Method of proving a guest's memory.
+/// How the memory of a guest can be proven to match its writes.
 #[derive(Debug)]
 enum Proof {
-    /// From registers and the file of RAM.
+    /// Compute the expected memory from the registers, and compare the RAM file.
     Replay { program: Arc<Program>, ram: PathBuf },
-    /// The process checks itself when it ends.
+    /// The process checks its own memory when it ends.
     AtEnd,
-    /// The process has checked itself, and reported success.
+    /// The process has already checked its own memory, and reported success.
     Said,
 }
 
-/// A guest in its process.
+/// A guest in its process: a QEMU or `hotlift guest run`.
 #[derive(Debug)]
 pub struct Machine {
-    /// `None` if another process has started it.
+    /// The guest's process; `None` if another process has started it.
     process: Option<Process>,
-    /// File with its process id, if another process has started it.
+    /// File with the guest's process ID, if another process has started it.
     pid_file: PathBuf,
-    /// The test's own socket; `None` without a monitor.
+    /// QMP socket that only the test uses; `None` without a monitor.
     socket: Option<PathBuf>,
     qmp: Option<Qemu>,
     proof: Proof,
-    /// True if the guest was reset while it ran, here or at the other end.
+    /// True if the guest was reset while it ran, on either side.
     was_reset: bool,
 }
 
 impl Machine {
-    /// Starts a QEMU on `host`, or on that of this process, with the command line of [`qemu_line`] and files in `folder`; with
-    /// `incoming`, it waits for a guest.
+    /// Starts a QEMU on `host`, or on the host of the test process without one. The command line is that of
+    /// [`qemu_line`], with files in `folder`. With `incoming`, the QEMU waits for a migration.
     ///
     /// # Errors
-    /// If it does not start.
+    /// If QEMU does not start.
     pub fn qemu(
         host: Option<&Namespace>,
         line: &[String],
@@ -113,7 +113,7 @@ impl Machine {
         Ok(this)
     }
 
-    /// Waits until the program runs: memory cannot be proven while the firmware runs.
+    /// Waits until the guest program runs. The memory cannot be proven while the firmware runs.
     fn wait_for_guest(&self, console: &Path) -> Result<(), KitError> {
         let deadline = Instant::now() + PATIENCE;
         while !fs::read_to_string(console).is_ok_and(|said| said.contains("writes=")) {
@@ -146,7 +146,7 @@ impl Machine {
         }
     }
 
-    /// Connects to `hotlift guest run`, with its monitor at `socket` if it has one.
+    /// Connects to `hotlift guest run`. `socket` is the path of its monitor; `None` without a monitor.
     ///
     /// # Errors
     /// If the monitor does not answer.
@@ -185,7 +185,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Queries over QMP; connects first if needed.
+    /// Sends a query over QMP, and connects first if needed. `None` without an answer.
     fn ask<T>(&mut self, what: impl FnOnce(&mut Qemu) -> Result<T, QmpError>) -> Option<T> {
         if self.qmp.is_none() {
             self.socket.as_ref().filter(|socket| socket.exists())?;
@@ -198,10 +198,10 @@ impl Machine {
         answer.ok()
     }
 
-    /// Queries with a long timeout.
+    /// Sends a query or command over QMP, with a timeout for busy hosts.
     ///
     /// # Errors
-    /// As QMP reports them.
+    /// The error of QMP; also if the guest has no monitor.
     pub fn tell<T>(
         &mut self,
         what: impl FnOnce(&mut Qemu) -> Result<T, QmpError>,
@@ -219,7 +219,7 @@ impl Machine {
         Ok(answer?)
     }
 
-    /// Returns its process id, once it has one.
+    /// Returns the ID of the guest's process; `None` if it is not known yet.
     pub fn pid(&self) -> Option<Pid> {
         match &self.process {
             Some(process) => Some(process.pid()),
@@ -230,12 +230,12 @@ impl Machine {
         }
     }
 
-    /// Returns true if its process has ended, or has not started.
+    /// Returns true if the guest's process has ended, or has not started.
     pub fn has_ended(&mut self) -> bool {
         if let Some(process) = &mut self.process {
             return process.ended().is_some();
         }
-        // QEMU removes the file when it ends by itself.
+        // QEMU removes the file when it ends normally.
         self.pid().is_none_or(|pid| test_kill_process(pid).is_err())
     }
 
@@ -255,12 +255,12 @@ impl Machine {
         }
     }
 
-    /// Returns the status of its migration; `None` without an answer.
+    /// Returns the guest's migration status; `None` without an answer.
     pub fn migration(&mut self) -> Option<MigrationInfo> {
         self.ask(Qemu::query_migrate)
     }
 
-    /// Returns true if the guest was ever stopped, according to all events.
+    /// Returns true if an event has reported that the guest stopped.
     pub fn has_stopped(&mut self) -> bool {
         let stop = |qmp: &mut Qemu| {
             while let Some(event) = qmp.client().poll_event()? {
@@ -273,48 +273,48 @@ impl Machine {
         self.ask(stop).unwrap_or(false)
     }
 
-    /// Starts the migration to `uri`.
+    /// Starts the migration of the guest to `uri`.
     ///
     /// # Errors
-    /// If it refuses.
+    /// If the guest's process rejects the command.
     pub fn migrate(&mut self, uri: &str) -> Result<(), KitError> {
         self.tell(|qmp| qmp.migrate(uri))
     }
 
-    /// Continues the migration after `pre-switchover`.
+    /// Continues the migration that is paused in `pre-switchover`.
     ///
     /// # Errors
-    /// If it refuses.
+    /// If the guest's process rejects the command.
     pub fn proceed(&mut self) -> Result<(), KitError> {
         let arguments = json!({ "state": "pre-switchover" });
         self.tell(|qmp| qmp.client().execute("migrate-continue", &arguments))
             .map(drop)
     }
 
-    /// Sends `migrate_cancel`, and ignores the result.
+    /// Sends the command `migrate_cancel`, and ignores the result.
     pub fn cancel(&mut self) {
         let _ = self.ask(Qemu::migrate_cancel);
     }
 
-    /// Resets the guest if it runs; returns false if it does not.
+    /// Resets the guest if it runs. Returns false if it does not run.
     pub fn reset(&mut self) -> bool {
         if self.look() != Look::Running {
             return false;
         }
         let reset = self.tell(|qmp| qmp.client().execute("system_reset", &json!({})));
-        // With `-no-reboot` QEMU may end before it answers.
+        // With `-no-reboot`, QEMU may end before it answers.
         !matches!(reset, Err(KitError::Qmp(QmpError::Command { .. })))
     }
 
-    /// Records for [`Machine::prove`] that the guest was reset, at either end.
+    /// Records for [`Machine::prove`] that the guest was reset on either side.
     pub fn note_reset(&mut self) {
         self.was_reset = true;
     }
 
-    /// Returns migration capabilities and parameters.
+    /// Returns the migration capabilities and parameters of this QEMU.
     ///
     /// # Errors
-    /// As QMP reports them.
+    /// The error of QMP; also if the guest has no monitor.
     pub fn settings(&mut self) -> Result<Settings, KitError> {
         self.tell(|qmp| Ok((qmp.query_capabilities()?, qmp.query_parameters()?)))
     }
@@ -322,19 +322,19 @@ impl Machine {
     /// Resumes a paused guest.
     ///
     /// # Errors
-    /// If it refuses.
+    /// If the guest's process rejects the command.
     pub fn resume(&mut self) -> Result<(), KitError> {
         self.tell(|qmp| {
-            // Hotlift's own guest requires both, in this order.
+            // The built-in guest requires both commands, in this order.
             qmp.stop()?;
             qmp.cont()
         })
     }
 
-    /// Proves that the guest's memory matches its writes; this may end the process.
+    /// Proves that the guest's memory matches its writes. The proof may end the guest's process.
     ///
     /// # Errors
-    /// [`KitError::Memory`] if it does not match; other errors if it cannot be read.
+    /// [`KitError::Memory`] if the memory does not match; other errors if it cannot be read.
     pub fn prove(&mut self) -> Result<(), KitError> {
         match &self.proof {
             Proof::Replay { program, ram } => {
@@ -360,7 +360,7 @@ impl Machine {
                                 .to_owned(),
                         });
                     }
-                    // The guest is in its firmware, or between the stores of a write.
+                    // The guest is still in its firmware, or between the stores of a write.
                     self.tell(Qemu::cont)?;
                     std::thread::sleep(Duration::from_millis(20));
                 }
@@ -370,7 +370,7 @@ impl Machine {
                 let Some(process) = &mut self.process else {
                     return Ok(());
                 };
-                // Its output may be closed, so the exit code decides.
+                // The output of the process may be closed, so only the exit code is used.
                 let status = process.wait(PATIENCE)?;
                 process.hear_out();
                 self.well(status.success())
@@ -379,7 +379,7 @@ impl Machine {
         }
     }
 
-    /// Returns an error with its last lines unless `is_well`.
+    /// Returns an error with the last output lines of the process unless `is_well` is true.
     fn well(&self, is_well: bool) -> Result<(), KitError> {
         let said = self.said();
         match is_well {
@@ -390,33 +390,33 @@ impl Machine {
         }
     }
 
-    /// Returns the output of its process.
+    /// Returns the output lines of the guest's process.
     #[must_use]
     pub fn said(&self) -> Vec<String> {
         self.process.as_ref().map_or(Vec::new(), Process::said)
     }
 
-    /// Returns its process, if it was started here.
+    /// Returns the guest's process; `None` if another process has started it.
     pub fn process(&mut self) -> Option<&mut Process> {
         self.process.as_mut()
     }
 
-    /// Sends its process a signal.
+    /// Sends a signal to the guest's process.
     pub fn signal(&mut self, signal: Signal) {
         if !self.has_ended()
             && let Some(pid) = self.pid()
         {
-            // It may have ended in between.
+            // The process may have ended in the meantime.
             let _ = kill_process(pid, signal);
         }
     }
 
-    /// Ends its process; returns true if it ended by itself.
+    /// Ends the guest's process. Returns true if the process ended without being killed.
     pub fn end(&mut self) -> bool {
         let deadline = Instant::now() + Duration::from_secs(20);
         match self.socket {
             Some(_) => drop(self.ask(Qemu::quit)),
-            // It has no monitor.
+            // The guest has no monitor.
             None => self.signal(Signal::KILL),
         }
         while !self.has_ended() {
@@ -429,7 +429,7 @@ impl Machine {
         true
     }
 
-    /// Spoils an output of its process.
+    /// Closes or fills an output of the guest's process, as `output` says.
     pub fn spoil(&self, stream: Stream, output: crate::process::Output) {
         if let Some(process) = &self.process {
             process.spoil(stream, output);
@@ -437,10 +437,11 @@ impl Machine {
     }
 }
 
-/// Returns the command line of a QEMU with the common machine, under KVM, with files in `folder`, and `more`.
+/// Returns the command line of a QEMU under KVM with the tests' common machine, files in `folder`, and the arguments
+/// `more`.
 ///
 /// # Errors
-/// If its files cannot be written.
+/// If a file in `folder` cannot be written.
 pub fn qemu_line(
     program: &Path,
     guest: &Program,
@@ -493,7 +494,8 @@ mod tests {
         if !qemu::has_kvm() {
             return;
         }
-        // The first write after the reset is to page `first`, so the guest counts its error; nothing writes to `other` so soon.
+        // The first write after the reset goes to page `first`, so the guest counts its error. Page `other` is not
+        // written so soon.
         let guest = Arc::new(Program::new(64 << 20, 32 << 20, 20).unwrap());
         let (first, other) = (guest.page(1), guest.page(100_000));
         for (pages, stores, is_proven) in [

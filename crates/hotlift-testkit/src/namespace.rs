@@ -1,7 +1,7 @@
-//! Two network namespaces joined by a veth pair, and outages of that link.
+//! Two network namespaces joined by a veth pair, and outages of the link between them.
 //!
-//! The namespaces have no names: each lives as long as a descriptor of it, and the pair lives as long as its namespaces. So a
-//! killed run leaves nothing.
+//! The namespaces have no names, and exist only while a process has a descriptor of them. So a killed test leaves no
+//! namespace and no veth pair.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -13,22 +13,22 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::KitError;
 
-/// Addresses for examples (RFC 5737), without routes.
+/// Address of the source host: an address for examples (RFC 5737), without routes.
 pub const SOURCE: &str = "192.0.2.1";
-/// Address where the destination listens.
+/// Address on which the destination listens.
 pub const DESTINATION: &str = "192.0.2.2";
-/// Address where a proxy before the destination listens, at the same ports.
+/// Address on which a proxy before the destination listens. The port is the same as the destination's.
 pub const PROXY: &str = "192.0.2.3";
 
-/// A network namespace, kept by its descriptor.
+/// A network namespace, which exists at least as long as this descriptor.
 #[derive(Debug)]
 pub struct Namespace(File);
 
 impl Namespace {
-    /// Creates a namespace, with its loopback up. Needs root.
+    /// Creates a network namespace and enables its loopback interface. Needs root.
     ///
     /// # Errors
-    /// If it cannot be created.
+    /// If the namespace cannot be created.
     pub fn new() -> Result<Self, KitError> {
         let mut holder = Command::new("unshare")
             .args(["--net", "sh", "-c", "echo stands; read end"])
@@ -43,7 +43,7 @@ impl Namespace {
             .as_mut()
             .is_some_and(|stdout| stdout.read_exact(&mut word).is_ok());
         let opened = File::open(format!("/proc/{}/ns/net", holder.id()));
-        // The process ends with its standard input.
+        // The process ends when its standard input is closed.
         drop(holder.stdin.take());
         let _ = holder.wait();
         if !stands {
@@ -57,13 +57,14 @@ impl Namespace {
         Ok(this)
     }
 
-    /// Runs `work` on this thread in the namespace, with its sockets and the processes that it starts.
+    /// Runs `work` on this thread inside the namespace. Sockets and processes that `work` creates belong to the
+    /// namespace.
     ///
     /// # Errors
     /// If the namespace cannot be entered.
     ///
     /// # Panics
-    /// If the thread cannot return: its later actions would use the wrong network.
+    /// If the thread cannot return to its own namespace; otherwise its later actions would use the wrong network.
     pub fn within<T>(&self, work: impl FnOnce() -> T) -> Result<T, KitError> {
         let home = File::open("/proc/thread-self/ns/net")
             .map_err(KitError::system("open the thread's network namespace"))?;
@@ -79,28 +80,28 @@ impl Namespace {
         Ok(done)
     }
 
-    /// Duplicates the descriptor.
+    /// Returns a second descriptor of the same namespace.
     ///
     /// # Errors
-    /// If the limit of descriptors is reached.
+    /// If the process has reached its limit of open files.
     pub fn again(&self) -> Result<Self, KitError> {
         let copy = self.0.try_clone();
         copy.map(Self)
             .map_err(KitError::system("copy a descriptor"))
     }
 
-    /// Runs a system tool in the namespace; returns its output.
+    /// Runs a system tool in the namespace, and returns the tool's output.
     ///
     /// # Errors
-    /// If it cannot be run, or fails.
+    /// If the tool cannot be run, or fails.
     pub fn tool(&self, program: &str, arguments: &[&str]) -> Result<String, KitError> {
         self.tool_with(program, arguments, "")
     }
 
-    /// Runs a system tool with `input` on its standard input.
+    /// Runs a system tool in the namespace with `input` on standard input, and returns the tool's output.
     ///
     /// # Errors
-    /// If it cannot be run, or fails.
+    /// If the tool cannot be run, or fails.
     pub fn tool_with(
         &self,
         program: &str,
@@ -131,41 +132,42 @@ impl Namespace {
     }
 }
 
-/// A side of a migration.
+/// A side of a migration: source or destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum End {
-    /// The guest's first host.
+    /// The host that the guest leaves.
     Source,
     /// The host that the guest moves to.
     Destination,
 }
 
-/// A message of the handover between two Hotlifts, at the start of a TCP segment.
+/// A handover message between two Hotlifts. In the tests, the message is at the start of a TCP segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Message {
-    /// The destination has loaded everything.
+    /// The destination's message that the guest is loaded.
     Pong,
-    /// The source's next message after it: the commit.
+    /// The source's message after PONG: the commit, which releases the guest.
     Commit,
-    /// All but the first segment of the commit.
+    /// All segments of the commit except the first.
     RestOfCommit,
-    /// The destination runs the guest.
+    /// The destination's message SHUT that the guest runs.
     Shut,
 }
 
-/// Source and destination host, and the link between them.
+/// The hosts of source and destination, and the link between them.
 #[derive(Debug)]
 pub struct Link {
-    /// Host of the source.
+    /// Network namespace of the source.
     pub source: Namespace,
-    /// Host of the destination.
+    /// Network namespace of the destination.
     pub destination: Namespace,
 }
 
 impl Link {
-    /// Creates both hosts and a link of that MTU in bytes, with `net.ipv4.tcp_orphan_retries` as given. Needs root.
+    /// Creates both hosts, and a link with `mtu` in bytes. `orphan_retries` is the value of
+    /// `net.ipv4.tcp_orphan_retries`. Needs root.
     ///
     /// # Errors
     /// If a system tool fails.
@@ -174,7 +176,7 @@ impl Link {
             source: Namespace::new()?,
             destination: Namespace::new()?,
         };
-        // `ip` accepts a namespace as a path.
+        // ip(8) accepts a path in place of a namespace name.
         let other = format!("/proc/{}/fd/{}", std::process::id(), {
             use std::os::fd::AsRawFd;
             link.destination.0.as_raw_fd()
@@ -191,7 +193,7 @@ impl Link {
             }
             let host = link.host(end);
             host.tool_with("ip", &["-batch", "-"], &batch)?;
-            // A congestion control that every Linux has: the host's default is not under test.
+            // Every Linux has this congestion control. The host's default is not under test.
             for (name, value) in [
                 ("tcp_orphan_retries", orphan_retries.to_string()),
                 ("tcp_congestion_control", "reno".to_owned()),
@@ -204,7 +206,7 @@ impl Link {
         Ok(link)
     }
 
-    /// Returns the host of a side.
+    /// Returns the network namespace of the given side.
     #[must_use]
     pub fn host(&self, end: End) -> &Namespace {
         match end {
@@ -213,7 +215,7 @@ impl Link {
         }
     }
 
-    /// Takes the link down at one end.
+    /// Takes the link down at the given end.
     ///
     /// # Errors
     /// If `ip` fails.
@@ -223,7 +225,7 @@ impl Link {
             .map(drop)
     }
 
-    /// Takes the link up again.
+    /// Takes the link up at the given end.
     ///
     /// # Errors
     /// If `ip` fails.
@@ -233,7 +235,7 @@ impl Link {
             .map(drop)
     }
 
-    /// Drops all packets of a host from now on, in both directions: its peers get neither answers nor errors.
+    /// Drops all packets of a host from now on, in both directions. The peers receive neither answers nor errors.
     ///
     /// # Errors
     /// If `nft` fails.
@@ -246,7 +248,7 @@ impl Link {
         host.tool_with("nft", &["-f", "-"], TABLE).map(drop)
     }
 
-    /// Ends [`Link::lose_power`].
+    /// Undoes [`Link::lose_power`].
     ///
     /// # Errors
     /// If `nft` fails.
@@ -256,13 +258,13 @@ impl Link {
         host.tool_with("nft", &["-f", "-"], tables).map(drop)
     }
 
-    /// Counts the TCP segments with data that the destination receives from now on, except on connections to its
-    /// port `encrypted`; see [`Link::plaintext`].
+    /// Starts to count TCP segments with data that the destination receives. Connections to its port `encrypted` are
+    /// excluded. [`Link::plaintext`] returns the count.
     ///
     /// # Errors
     /// If `nft` fails.
     pub fn watch_plaintext(&self, encrypted: u16) -> Result<(), KitError> {
-        // A segment without data has at most 80 bytes: the IPv4 header, and the longest TCP header.
+        // A segment without data has at most 80 bytes: the IPv4 header and the longest TCP header.
         let table = format!(
             "table ip watch {{\ncounter plaintext {{ }}\n\
              chain in {{ type filter hook prerouting priority -400; \
@@ -290,15 +292,15 @@ impl Link {
         })
     }
 
-    /// Limits both directions to `kbits` kbit/s from now on. (A token bucket spreads the steps of a handover in time, which
-    /// are some hundred microseconds apart otherwise.)
+    /// Limits the link's rate in both directions to `kbits` kbit/s from now on. The token bucket spreads the steps of a
+    /// handover in time; without it they are some hundred microseconds apart.
     ///
     /// # Errors
     /// If `tc` fails.
     pub fn limit(&self, kbits: u32) -> Result<(), KitError> {
         for host in [&self.source, &self.destination] {
             let rate = format!("{kbits}kbit");
-            // tc-tbf(8): a bucket holds at least a segment; the queue holds a maximum window.
+            // tc-tbf(8): the bucket must hold at least one segment. The queue must hold a maximum TCP window.
             let bucket = [
                 "qdisc", "replace", "dev", "veth", "root", "tbf", "rate", &rate, "burst", "16k",
                 "limit", "1m",
@@ -308,11 +310,12 @@ impl Link {
         Ok(())
     }
 
-    /// Drops packets that begin with `message` at the destination host from now on. For [`Message::Commit`], drops all packets
-    /// from the source after [`Message::Pong`]. See [`Link::has_lost`].
+    /// Drops packets that begin with `message` from now on, on the destination's host. For [`Message::Commit`], drops
+    /// all packets from the source after [`Message::Pong`]. [`Link::has_lost`] returns true after the first dropped
+    /// packet.
     ///
-    /// Message and offsets are those of QEMU's return path (type, length, value, big-endian), after a TCP header with
-    /// timestamps, 32 bytes.
+    /// The rules match the message in QEMU's format of the return path (type, length, value, big-endian). It follows a
+    /// TCP header with timestamps, 32 bytes.
     ///
     /// # Errors
     /// If `nft` fails.
@@ -328,9 +331,9 @@ impl Link {
                 )
             }
             Message::Commit | Message::RestOfCommit => {
-                // The latch lasts longer than any outage.
+                // The mark is kept for longer than any outage lasts.
                 let set = "{ type ipv4_addr; flags dynamic,timeout; timeout 10m; }";
-                // A segment without data has 52 bytes, with timestamps.
+                // A segment with timestamps and no data has 52 bytes.
                 let (from, passes) = match message {
                     Message::Commit => ("latched", ""),
                     _ => (
@@ -364,7 +367,7 @@ impl Link {
         Ok(!listed.contains("packets 0 "))
     }
 
-    /// Ends [`Link::lose`].
+    /// Undoes [`Link::lose`].
     ///
     /// # Errors
     /// If `nft` fails.

@@ -1,4 +1,4 @@
-//! A CA, and the certificates of hosts.
+//! Creates a CA and the certificates of hosts.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,10 +8,10 @@ use std::time::SystemTime;
 use hotlift_tls::{Authority, Credentials, Issued, Profile, Role, Settings, Tls};
 use tempfile::TempDir;
 
-/// Validity of a host's certificate, in days.
+/// Validity of a host certificate, in days.
 const DAYS: u32 = 5;
 
-/// A CA, and the folders of hosts, which are deleted with it.
+/// A CA, with the certificate folders of hosts; the folders are deleted on drop.
 pub struct Pki {
     folder: TempDir,
     ca: Issued,
@@ -22,7 +22,7 @@ impl Pki {
     /// Creates a CA.
     ///
     /// # Panics
-    /// If it cannot be created.
+    /// If the CA cannot be created.
     #[must_use]
     pub fn new() -> Self {
         let ca = Authority::make("CA", 2 * DAYS, SystemTime::now()).expect("a CA");
@@ -33,10 +33,10 @@ impl Pki {
         }
     }
 
-    /// Writes to `folder` the `tls-creds` certificates, as server and as client, of a host with these names.
+    /// Writes the `tls-creds` certificates of a host with these names to `folder`. The host can be server and client.
     ///
     /// # Panics
-    /// If that fails.
+    /// If a certificate cannot be written.
     pub fn host_in(&self, folder: &Path, names: &[&str]) {
         fs::create_dir_all(folder).expect("a folder");
         fs::write(folder.join("ca-cert.pem"), &self.ca.certificate).expect("a file");
@@ -51,10 +51,11 @@ impl Pki {
         }
     }
 
-    /// Creates a `tls-creds` folder with certificates, as server and as client, of a host with this name.
+    /// Creates a `tls-creds` folder for the host `name`, with certificates for the roles of server and client. Returns
+    /// the path.
     ///
     /// # Panics
-    /// If that fails, or the name exists.
+    /// If the folder cannot be created, or a folder for this name exists.
     #[must_use]
     pub fn host(&self, name: &str) -> PathBuf {
         let folder = self.folder.path().join(name);
@@ -63,7 +64,7 @@ impl Pki {
         folder
     }
 
-    /// Returns TLS between two Hotlifts with the certificates of a host with this name.
+    /// Returns the TLS settings between two Hotlifts, with new certificates of the host `name`.
     ///
     /// # Panics
     /// As [`Self::host`].

@@ -1,4 +1,4 @@
-//! A process whose output is read or not, as the test requires.
+//! A child process whose outputs are read, or not read, as the test requires.
 
 use std::fs::{File, OpenOptions};
 use std::io::{PipeReader, Read, Write, pipe};
@@ -18,16 +18,16 @@ use serde::{Deserialize, Serialize};
 use crate::error::KitError;
 use crate::namespace::Namespace;
 
-/// Poll interval of pumps and waits.
+/// Interval between two polls of an output, or of the end of a process.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Minimum pipe of Linux, in bytes: quickly full.
+/// Smallest pipe that Linux allows, in bytes, which is filled quickly.
 const PIPE: usize = 4096;
 
-/// Maximum lines kept; the oldest are dropped.
+/// Maximum number of output lines kept in memory; the oldest are dropped.
 const MAX_LINES: usize = 4000;
 
-/// Standard output or error.
+/// An output of a process: standard output or standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stream {
@@ -37,15 +37,15 @@ pub enum Stream {
     Stderr,
 }
 
-/// Defect of an output.
+/// Defect of an output of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Output {
-    /// Its reader closes the pipe.
+    /// The reader has closed the pipe.
     Closed,
-    /// The pipe is not read any more, and is full.
+    /// The pipe is full, and not read any more.
     Full,
-    /// The output is `/dev/full`, from the start.
+    /// The output is the device `/dev/full`, from the start of the process.
     Device,
 }
 
@@ -53,16 +53,16 @@ const READING: u8 = 0;
 const STANDING: u8 = 1;
 const CLOSED: u8 = 2;
 
-/// Reader of one output.
+/// The thread that reads one output of a process.
 #[derive(Debug)]
 struct Pump {
     state: Arc<AtomicU8>,
-    /// Handle for filling the pipe.
+    /// Read end of the pipe, which is also used to fill the pipe; `None` after it was closed.
     reader: Arc<Mutex<Option<PipeReader>>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A process, killed on drop.
+/// A child process. It is killed on drop.
 #[derive(Debug)]
 pub struct Process {
     name: String,
@@ -73,10 +73,11 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command` in `namespace`, or in that of this process. An output in `devices` is `/dev/full`.
+    /// Starts `command` in `namespace`, or in the namespace of the test process without one. The outputs in `devices`
+    /// are `/dev/full`.
     ///
     /// # Errors
-    /// If it cannot be started.
+    /// If the process cannot be started.
     pub fn start(
         name: &str,
         namespace: Option<&Namespace>,
@@ -115,30 +116,30 @@ impl Process {
         })
     }
 
-    /// Returns the process id.
+    /// Returns the process ID.
     #[must_use]
     pub fn pid(&self) -> Pid {
         Pid::from_child(&self.child)
     }
 
-    /// Returns the output lines of both streams.
+    /// Returns the lines of standard output and standard error so far.
     #[must_use]
     pub fn said(&self) -> Vec<String> {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         lines.clone()
     }
 
-    /// Returns true if a line contains `words`.
+    /// Returns true if an output line so far contains `words`.
     #[must_use]
     pub fn has_said(&self, words: &str) -> bool {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         lines.iter().any(|line| line.contains(words))
     }
 
-    /// Waits until a line contains `words`.
+    /// Waits until an output line contains `words`.
     ///
     /// # Errors
-    /// If it ends before, or `timeout` expires.
+    /// If the process ends first, or `timeout` expires.
     pub fn wait_for(&mut self, words: &str, timeout: Duration) -> Result<(), KitError> {
         let deadline = Instant::now() + timeout;
         while !self.has_said(words) {
@@ -155,7 +156,7 @@ impl Process {
         Ok(())
     }
 
-    /// Returns the exit status if it has ended.
+    /// Returns the exit status; `None` if the process still runs.
     pub fn ended(&mut self) -> Option<ExitStatus> {
         if self.exit.is_none() {
             self.exit = self.child.try_wait().ok().flatten();
@@ -163,7 +164,8 @@ impl Process {
         self.exit
     }
 
-    /// Returns the exit code if it has ended, or minus the number of the signal that ended it.
+    /// Returns the exit code, or the negative signal number if a signal ended the process. `None` if the process still
+    /// runs.
     pub fn exit_code(&mut self) -> Option<i32> {
         let status = self.ended()?;
         status
@@ -171,10 +173,10 @@ impl Process {
             .or_else(|| status.signal().map(|signal| -signal))
     }
 
-    /// Waits for its end.
+    /// Waits until the process has ended, and returns its exit status.
     ///
     /// # Errors
-    /// If `timeout` expires before.
+    /// If `timeout` expires first.
     pub fn wait(&mut self, timeout: Duration) -> Result<ExitStatus, KitError> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -188,7 +190,7 @@ impl Process {
         }
     }
 
-    /// Waits briefly for the end of its outputs: the last output may be in the pipe.
+    /// Waits briefly until the outputs end, because the last output may still be in the pipe.
     pub fn hear_out(&self) {
         let deadline = Instant::now() + Duration::from_secs(1);
         let reads = |pump: &Pump| {
@@ -200,15 +202,15 @@ impl Process {
         }
     }
 
-    /// Sends a signal, unless it has ended.
+    /// Sends `signal` to the process, unless it has ended.
     pub fn signal(&mut self, signal: Signal) {
         if self.ended().is_none() {
-            // It may have ended in between, and is reaped by the next poll.
+            // The process may have ended in the meantime, and is reaped by the next poll.
             let _ = kill_process(self.pid(), signal);
         }
     }
 
-    /// Closes an output's reader, or stops reading and fills the pipe.
+    /// Closes the reader of an output, or stops reading and fills the pipe.
     pub fn spoil(&self, stream: Stream, output: Output) {
         let Some(pump) = &self.pumps[stream as usize] else {
             return;
@@ -223,11 +225,11 @@ impl Process {
         }
     }
 
-    /// Reads all unclosed outputs again.
+    /// Reads all outputs again that are not closed.
     pub fn read_on(&self) {
         for pump in self.pumps.iter().flatten() {
             let order = Ordering::SeqCst;
-            // A closed output stays closed.
+            // A closed output remains closed.
             let _ = pump.state.compare_exchange(STANDING, READING, order, order);
         }
     }
@@ -245,7 +247,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Both fail only if the process has ended.
+        // The calls fail only if the process has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
         for pump in self.pumps.iter_mut().flatten() {
@@ -270,14 +272,14 @@ impl Pump {
         }
     }
 
-    /// Writes to the pipe until it is full.
+    /// Writes to the pipe until the pipe is full.
     fn fill(&self) {
         let reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(reader) = reader.as_ref() else {
             return;
         };
         let path = format!("/proc/self/fd/{}", reader.as_raw_fd());
-        // A separate open file of the pipe: that of the process stays blocking.
+        // A separately opened descriptor of the pipe can be nonblocking, while the process's own remains blocking.
         let opened: Result<File, _> = OpenOptions::new()
             .write(true)
             .custom_flags(rustix::fs::OFlags::NONBLOCK.bits().cast_signed())
@@ -290,13 +292,14 @@ impl Pump {
     }
 }
 
-/// Reads lines until the pipe ends or reading is stopped.
+/// Reads lines until the pipe ends or the reader is stopped.
 fn pump(state: &AtomicU8, reader: &Mutex<Option<PipeReader>>, lines: &Mutex<Vec<String>>) {
     let mut rest = Vec::new();
     let mut chunk = [0; PIPE];
     loop {
         let mut reader = reader.lock().unwrap_or_else(PoisonError::into_inner);
-        // Read under the lock: after the state is `STANDING`, `fill` waits for the lock before it fills the pipe.
+        // The state is read under the lock. After it becomes `STANDING`, `fill` waits for this lock before it fills the
+        // pipe.
         match state.load(Ordering::SeqCst) {
             CLOSED => {
                 reader.take();

@@ -1,4 +1,4 @@
-//! The guest program for any VMM (`hotlift-vmm/guest/hotlift.s`), and the proof that its memory is right.
+//! The guest program for any VMM (`hotlift-vmm/guest/hotlift.s`), and the proof that its memory matches its writes.
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -11,13 +11,13 @@ use hotlift_vmm::workload::{Generator, Position, Workload};
 
 use crate::error::KitError;
 
-/// The program, and the initial content of its RAM. Two registers suffice to replay each write.
+/// The guest program, and the initial content of its RAM. The values of two registers suffice to compute every write.
 #[derive(Debug)]
 pub struct Program {
     layout: Layout,
-    /// Pages per second by a clock of [`TSC_KHZ`].
+    /// Pages written per second, if the TSC runs at [`TSC_KHZ`].
     rate: u64,
-    /// Content from the start of [`Layout::filled`] on.
+    /// Initial content of RAM, from the start of [`Layout::filled`] on.
     fill: Vec<u8>,
     keeps_rate: bool,
 }
@@ -25,23 +25,24 @@ pub struct Program {
 const WORKLOAD: Workload = Workload::Random;
 const SEED: u64 = 5;
 
-/// TSC frequency that the program assumes: a quarter of TCG's, a tenth of the development machine's. So it prints four or ten
-/// times a second, which keeps waits short, and writes four or ten times as fast.
+/// TSC frequency that the program assumes, in kHz: a quarter of TCG's frequency, and a tenth of the development
+/// machine's. So the program prints and writes four or ten times as fast as the rate, which keeps waits short.
 const TSC_KHZ: u64 = 250_000;
 
-/// Load address of the program, and offset in its first vCPU's block of the count of errors that the program itself has found
-/// (`guest/hotlift.s`: LOAD, ERRORS).
+/// Load address of the program. The next constant is the offset of the program's error count in the block of vCPU 0.
+/// Origin: `guest/hotlift.s` (LOAD, ERRORS).
 const LOAD: usize = 0x10_0000;
 const ERRORS: usize = 8;
 
 impl Program {
-    /// Returns the program in `ram_bytes` bytes of RAM, writing `rate` pages per second to part of it.
+    /// Creates the program for `ram_bytes` bytes of RAM. The program writes `rate` pages per second to `working_set`
+    /// bytes.
     ///
     /// # Errors
-    /// If the content of RAM cannot be created.
+    /// If the initial content of RAM cannot be created.
     ///
     /// # Panics
-    /// If RAM is too small for the working set.
+    /// If RAM is too small for `working_set`.
     pub fn new(ram_bytes: u64, working_set: u64, rate: u64) -> Result<Self, KitError> {
         let layout = Layout::new(ram_bytes, 1, Some(working_set)).expect("a layout");
         let folder = tempfile::tempdir().map_err(KitError::system("make a folder"))?;
@@ -76,19 +77,19 @@ impl Program {
         self.keeps_rate
     }
 
-    /// Returns the bytes of RAM.
+    /// Returns the size of RAM, in bytes.
     #[must_use]
     pub fn ram_bytes(&self) -> u64 {
         self.layout.ram_bytes()
     }
 
-    /// Returns the number of bytes that [`Program::prove`] compares: from the table to the end of RAM.
+    /// Returns the number of bytes that [`Program::prove`] compares: from the record table to the end of RAM.
     #[must_use]
     pub fn proven_bytes(&self) -> u64 {
         self.layout.ram_bytes() - self.layout.table().start
     }
 
-    /// Writes its content into the file of RAM, before the first start.
+    /// Writes the initial content of RAM to the file `ram`. Must be called before the guest starts.
     ///
     /// # Errors
     /// If the file cannot be written.
@@ -107,10 +108,11 @@ impl Program {
         Ok(())
     }
 
-    /// Writes the content to `file`; returns the QEMU arguments that load it into RAM without a file.
+    /// Writes the initial content of RAM to `file`. Returns the QEMU arguments that load the content into RAM without a
+    /// RAM file.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// If the file cannot be written.
     pub fn load(&self, file: &Path) -> Result<Vec<String>, KitError> {
         fs::write(file, &self.fill).map_err(KitError::system("write the content of RAM"))?;
         let (file, start) = (file.display(), self.layout.filled().start);
@@ -118,10 +120,10 @@ impl Program {
         Ok(["-device".to_owned(), loader].into())
     }
 
-    /// Writes the program to `elf`; returns the QEMU arguments that boot it.
+    /// Writes the program to the file `elf`, and returns the QEMU arguments that boot it.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// If the file cannot be written.
     pub fn boot(&self, elf: &Path) -> Result<Vec<String>, KitError> {
         fs::write(elf, kvm::ELF).map_err(KitError::system("write the program"))?;
         let append = format!(
@@ -133,25 +135,26 @@ impl Program {
         Ok(["-kernel".to_owned(), kernel, "-append".to_owned(), append].into())
     }
 
-    /// Proves that a stopped guest's RAM matches its vCPU's registers, and returns its writes; `registers` as printed by HMP's
-    /// `info registers`.
+    /// Proves that the RAM of a stopped guest matches the registers of its vCPU, and returns the number of its writes.
+    /// `registers` is the output of HMP's `info registers`.
     ///
     /// # Errors
-    /// [`KitError::Memory`] if it does not match.
+    /// [`KitError::Memory`] if RAM does not match.
     pub fn prove(&self, registers: &str, ram: &[u8]) -> Result<u64, KitError> {
         self.find_wrong(registers, ram, false)
             .map_err(|problem| KitError::Memory { problem })
     }
 
-    /// Proves the same for a guest that was reset once while it ran: its count restarts, and its records continue. The reset
-    /// may have interrupted one write between its stores. Returns `None` where a proof is impossible: before the program runs
-    /// again, and between the stores of a write.
+    /// Proves the RAM of a stopped guest that was reset once while it ran, and returns the number of writes since the
+    /// reset. The write count restarts at a reset, but the records continue. The reset may have interrupted one write
+    /// between its stores. Returns `None` if no proof is possible: before the program runs again, or between the stores
+    /// of a write.
     ///
     /// # Errors
-    /// [`KitError::Memory`] if RAM is wrong.
+    /// [`KitError::Memory`] if RAM does not match.
     pub fn prove_after_reset(&self, registers: &str, ram: &[u8]) -> Result<Option<u64>, KitError> {
         let wrong = |problem| KitError::Memory { problem };
-        // Firmware runs in other modes, without RIP.
+        // Firmware runs in other CPU modes, in which the output has no RIP.
         let (Ok(rip), Ok(head)) = (register(registers, "RIP"), Head::read(ram)) else {
             return Ok(None);
         };
@@ -193,8 +196,8 @@ impl Program {
         let expected = self.expected(position, reset);
         let start = index(self.layout.table().start);
         let found = &ram[start..];
-        // One comparison of all memory: byte by byte, in an unoptimised build, it took a fifth of the time of the tests with
-        // QEMUs.
+        // One comparison of all memory. A comparison byte by byte, without optimisation, took a fifth of the time of
+        // all tests with QEMUs.
         if *found != *expected {
             let mut bytes = found.iter().zip(&expected);
             let same = bytes.position(|(found, expected)| found != expected);
@@ -213,8 +216,9 @@ impl Program {
         Ok(r15)
     }
 
-    /// Returns RAM from the table on, after the writes of `position`. `reset` is for a check after a reset: the RAM, whose
-    /// table holds the writes before the reset, and true if a page may still show a write that the reset interrupted.
+    /// Returns the expected RAM from the record table on, after the writes of `position`. `reset` is set if the guest was
+    /// reset. Its first value is the found RAM, whose table has the records of writes before the reset. Its second value is
+    /// true if a page may show a write that the reset interrupted.
     fn expected(&self, position: Position, reset: Option<(&[u8], bool)>) -> Vec<u8> {
         let layout = &self.layout;
         let start = layout.table().start;
@@ -231,7 +235,8 @@ impl Program {
             let page = generator.page(own);
             if let Some((ram, _)) = reset {
                 let entry = record_at(ram, layout.entry(page));
-                // The version continues; the sequence is that of the page's last write, before or after the reset.
+                // The version continues after a reset. The sequence is that of the page's last write, before or after
+                // the reset.
                 record.version = record.version.max(entry.version);
                 if record.sequence == 0 {
                     record.sequence = entry.sequence;
@@ -251,7 +256,7 @@ impl Program {
                 put(layout.record(page), &found.to_bytes());
             }
         }
-        // The stores of a write are, in order: version and sequence in the table, the same in the page.
+        // Order of the stores of a write: version and sequence in the table, then version and sequence in the page.
         let number = position.writes + 1;
         let own = generator.own_page(number);
         let page = generator.page(own);
@@ -271,16 +276,16 @@ impl Program {
     }
 }
 
-/// The state that a reset leaves behind, for tests.
+/// Makes the memory of a guest after a reset, for tests.
 #[cfg(test)]
 impl Program {
-    /// Returns the page of the write with this number, from 1 on.
+    /// Returns the page of write `number`, from 1 on.
     pub(crate) fn page(&self, number: u64) -> u64 {
         let generator = Generator::new(WORKLOAD, SEED, &self.layout, 0);
         generator.page(generator.own_page(number))
     }
 
-    /// Makes the first `stores` stores of one more write to `page` in the file of RAM of a stopped guest.
+    /// Makes the first `stores` stores (0 to 4) of one more write to `page`, in the RAM file of a stopped guest.
     pub(crate) fn interrupt(&self, file: &Path, page: u64, stores: usize) -> std::io::Result<()> {
         let ram = fs::read(file)?;
         let file = OpenOptions::new().write(true).open(file)?;
@@ -300,7 +305,7 @@ impl Program {
     }
 }
 
-/// Data of the program about itself at its start (`head` in its source).
+/// Data about the program at its load address (`head` in the source).
 struct Head {
     block: usize,
     published: u64,
@@ -328,8 +333,8 @@ impl Head {
     }
 }
 
-/// Returns true if a page with the record `found` and the entry `entry` in the table is between the stores of a write: version
-/// and sequence in the table, version and sequence in the page. `last` is the sequence of the last write that stored it.
+/// Returns true if a page shows an interrupted write: the stores into the table and the page are incomplete. `found` is
+/// the record in the page, `entry` the record in the table. `last` is the highest sequence stored before the reset.
 fn is_interrupted(found: Record, entry: Record, last: u64) -> bool {
     let before = entry.version.wrapping_sub(1);
     let is_last = entry.sequence == last && found.sequence < last;
@@ -340,7 +345,7 @@ fn is_interrupted(found: Record, entry: Record, last: u64) -> bool {
     }
 }
 
-/// Returns the record at an offset of RAM.
+/// Returns the write record at offset `offset` of RAM.
 fn record_at(ram: &[u8], offset: u64) -> Record {
     let at = index(offset);
     Record {
@@ -349,12 +354,12 @@ fn record_at(ram: &[u8], offset: u64) -> Record {
     }
 }
 
-/// Returns the u64 at an offset of RAM.
+/// Returns the u64 at offset `at` of RAM.
 fn word(ram: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(ram[at..at + 8].try_into().expect("eight bytes"))
 }
 
-/// Returns the register of this name from the output of HMP's `info registers`.
+/// Returns the value of the register `name` from the output of HMP's `info registers`.
 fn register(registers: &str, name: &str) -> Result<u64, String> {
     let words = registers.split_whitespace();
     let mut values = words.filter_map(|word| word.strip_prefix(name)?.strip_prefix('='));

@@ -1,4 +1,4 @@
-//! The QEMUs for tests: their location and their start.
+//! The QEMUs for tests: finds and starts them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,32 +16,33 @@ use crate::error::KitError;
 use crate::process::Process;
 use crate::skip;
 
-/// Timeout of required answers on a busy host.
+/// Timeout for answers that must arrive, even on a busy host.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// UUID of every [`machine`]; multifd channels carry it.
+/// UUID of every QEMU from [`machine`], which multifd channels send.
 pub const UUID: &str = "486f746c-6966-7420-6265-736964652051";
 
-/// Machine supported by all releases.
+/// Machine type that all releases of QEMU here support.
 pub const PC_7: &str = "pc-i440fx-7.2";
-/// Machine of QEMU 10.0: barriers by round, SWITCHOVER_START, zero pages in packets.
+/// Machine type of QEMU 10.0. New in its streams: sync points once per round, SWITCHOVER_START, and zero pages in
+/// packets.
 pub const PC_10: &str = "pc-i440fx-10.0";
-/// Machine of QEMU 11.1.
+/// Machine type of QEMU 11.1.
 pub const PC_11: &str = "pc-i440fx-11.1";
 
-/// QMP socket for the test only, in a QEMU's folder.
+/// Name of the QMP socket for the test only, in a QEMU's folder.
 pub const QMP: &str = "test.qmp";
 
-/// A release of QEMU.
+/// A release of QEMU that tests use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Release {
-    /// Debian 12's.
+    /// QEMU 7.2, from Debian 12.
     #[serde(rename = "7.2")]
     V7,
-    /// bookworm-backports', unpacked by `scripts/qemu-10.0`.
+    /// QEMU 10.0, from bookworm-backports; `scripts/qemu-10.0` unpacks it.
     #[serde(rename = "10.0")]
     V10,
-    /// forky's, unpacked by `scripts/qemu-11`.
+    /// QEMU 11, from forky; `scripts/qemu-11` unpacks it.
     #[serde(rename = "11.1")]
     V11,
 }
@@ -57,7 +58,7 @@ impl Release {
         }
     }
 
-    /// Returns the newest machine.
+    /// Returns the newest machine type of this release.
     #[must_use]
     pub fn machine(self) -> &'static str {
         match self {
@@ -67,7 +68,7 @@ impl Release {
         }
     }
 
-    /// Returns the path; `None` if it is not installed.
+    /// Returns the path of this release; `None` if it is not installed.
     #[must_use]
     pub fn find(self) -> Option<PathBuf> {
         match self {
@@ -85,7 +86,7 @@ impl Release {
         }
     }
 
-    /// Returns the path, or notes a skip.
+    /// Returns the path of this release. If it is not installed, notes a skip and returns `None`.
     #[must_use]
     pub fn program(self) -> Option<PathBuf> {
         let found = self.find();
@@ -96,7 +97,7 @@ impl Release {
         found
     }
 
-    /// Returns key and reason of a skip without it.
+    /// Returns key and reason of the skip for a missing release.
     #[must_use]
     pub fn skip(self) -> (&'static str, &'static str) {
         match self {
@@ -109,7 +110,7 @@ impl Release {
 
 const PROGRAM: &str = "qemu-system-x86_64";
 
-/// Returns the QEMU in `PATH`, of any release, or notes a skip.
+/// Returns the QEMU in `PATH`, of any release. Without one, notes a skip and returns `None`.
 #[must_use]
 pub fn installed() -> Option<PathBuf> {
     let found = find_installed();
@@ -119,7 +120,8 @@ pub fn installed() -> Option<PathBuf> {
     found
 }
 
-/// Returns a QEMU fetched by a script: in the folder of `variable`, or in the cache.
+/// Returns the QEMU that a script has fetched: in the folder that the environment variable names, or in the cache.
+/// `None` if there is none.
 fn fetched(variable: &str, name: &str) -> Option<PathBuf> {
     let folder = set(variable).unwrap_or_else(|| cache().join(name).join("bin"));
     Some(folder.join(PROGRAM)).filter(|program| program.exists())
@@ -131,7 +133,7 @@ fn find_installed() -> Option<PathBuf> {
     programs.find(|program| program.is_file())
 }
 
-/// Returns true if guests can run under KVM, or notes a skip.
+/// Returns true if this machine can run guests under KVM. Otherwise notes a skip and returns false.
 #[must_use]
 pub fn has_kvm() -> bool {
     let usable = hotlift_vmm::kvm::usable();
@@ -141,26 +143,26 @@ pub fn has_kvm() -> bool {
     usable.is_ok()
 }
 
-/// Storage of a machine's RAM.
+/// Kind of host memory for a guest's RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Memory {
-    /// The file `ram` in its folder, readable and writable as a whole, also before QEMU runs.
+    /// The file `ram` in the QEMU's folder. Tests can read and write it before and while QEMU runs.
     File,
-    /// A memfd of pages of 2 MiB (hugetlbfs).
+    /// A memfd of huge pages of 2 MiB (hugetlbfs).
     HugePages,
 }
 
 impl Memory {
-    /// Returns true if it is available, or notes a skip.
+    /// Returns true if this machine has the memory. Otherwise notes a skip and returns false.
     #[must_use]
     pub fn is_there(self) -> bool {
         self == Self::File || has_huge_pages()
     }
 
-    /// Returns QEMU's object, called `pc.ram`.
+    /// Returns QEMU's argument for the memory object `pc.ram`.
     fn object(self, ram_bytes: u64, folder: &Path) -> String {
         let backend = match self {
-            // Shared, so that writes reach the file.
+            // The mapping is shared, so that writes of the guest reach the file.
             Self::File => format!("file,mem-path={}", folder.join("ram").display()),
             Self::HugePages => "memfd,hugetlb=on,hugetlbsize=2M".to_owned(),
         };
@@ -168,13 +170,13 @@ impl Memory {
     }
 }
 
-/// Pages of 2 MiB that the kernel allocates on demand, in addition to its permanent pages.
+/// File with the limit of 2 MiB pages that the kernel may allocate on demand, in addition to its permanent ones.
 const MORE_HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
 
-/// Returns true if the kernel has pages of 2 MiB for any process, or notes a skip. Permits allocation on demand, permanently:
-/// that reserves no memory, and concurrent tests need not add up what they use.
+/// Returns true if the kernel has 2 MiB pages; otherwise notes a skip and returns false. Raises the limit of pages on
+/// demand, permanently. The limit reserves no memory, so concurrent tests need not sum up their use.
 fn has_huge_pages() -> bool {
-    /// 2 GiB: eight times the need of the largest test.
+    /// Pages to allow: 2 GiB, eight times the need of the largest test.
     const ENOUGH: u32 = 1024;
     let allowed = fs::read_to_string(MORE_HUGE_PAGES).map(|allowed| allowed.trim().parse());
     let allowed = match allowed {
@@ -188,7 +190,7 @@ fn has_huge_pages() -> bool {
     allowed.is_ok()
 }
 
-/// Returns the folder of fetched files, as in `scripts/`.
+/// Returns the folder of fetched files, the same as in `scripts/`.
 #[must_use]
 pub fn cache() -> PathBuf {
     let default = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.cache");
@@ -200,10 +202,10 @@ fn set(name: &str) -> Option<PathBuf> {
     value.map(PathBuf::from)
 }
 
-/// Creates a folder in memory if possible: it holds RAM, which must not be written to a disk.
+/// Creates a temporary folder, in memory if possible. It holds guests' RAM, which should not be written to a disk.
 ///
 /// # Errors
-/// If it cannot be created.
+/// If the folder cannot be created.
 pub fn folder() -> Result<TempDir, KitError> {
     let mut builder = tempfile::Builder::new();
     builder.prefix("hotlift-");
@@ -215,7 +217,7 @@ pub fn folder() -> Result<TempDir, KitError> {
     made.map_err(KitError::system("make a folder"))
 }
 
-/// Returns arguments of a QEMU with a QMP socket and no other devices; callers add the rest.
+/// Returns the arguments of a QEMU with a QMP socket at `qmp` and no default devices.
 #[must_use]
 pub fn bare(qmp: &Path) -> Vec<String> {
     let mut line = ["-nodefaults", "-display", "none", "-qmp"]
@@ -225,8 +227,8 @@ pub fn bare(qmp: &Path) -> Vec<String> {
     line
 }
 
-/// Returns arguments of a QEMU with the machine `name` and `ram_bytes` bytes of RAM. Files in `folder`: its guest's output
-/// `console`, its process id `pid`, and the socket [`QMP`].
+/// Returns the arguments of a QEMU with machine type `name` and `ram_bytes` bytes of RAM. The QEMU creates files in
+/// `folder`: the guest's output `console`, the process ID `pid`, and the socket [`QMP`].
 #[must_use]
 pub fn machine(
     name: &str,
@@ -273,7 +275,7 @@ pub fn lower_vcpu_priority(qmp: &mut Qemu) {
     }
 }
 
-/// A QEMU in a folder of its own, killed on drop.
+/// A QEMU process with its own folder. It is killed on drop.
 #[derive(Debug)]
 pub struct Launched {
     process: Process,
@@ -281,10 +283,10 @@ pub struct Launched {
 }
 
 impl Launched {
-    /// Starts a [`bare`] QEMU with these further arguments.
+    /// Starts a [`bare`] QEMU with these additional arguments.
     ///
     /// # Errors
-    /// If it cannot be started.
+    /// If QEMU cannot be started.
     pub fn bare(program: &Path, arguments: &[&str]) -> Result<Self, KitError> {
         let folder = folder()?;
         let mut line = bare(&folder.path().join(QMP));
@@ -292,10 +294,10 @@ impl Launched {
         Self::start(program, &line, folder)
     }
 
-    /// Starts a QEMU with these arguments, which include the socket [`QMP`] in `folder`.
+    /// Starts a QEMU with these arguments, which must include the socket [`QMP`] in `folder`.
     ///
     /// # Errors
-    /// If it cannot be started.
+    /// If QEMU cannot be started.
     pub fn start(program: &Path, arguments: &[String], folder: TempDir) -> Result<Self, KitError> {
         let mut command = Command::new(program);
         command.args(arguments);
@@ -303,10 +305,10 @@ impl Launched {
         Ok(Self { process, folder })
     }
 
-    /// Connects to its socket [`QMP`], which serves one client at a time.
+    /// Connects to the QEMU's socket [`QMP`], which serves one client at a time.
     ///
     /// # Errors
-    /// If it does not answer within [`PATIENCE`]; includes its output.
+    /// If QEMU does not answer within [`PATIENCE`]. The error includes QEMU's output.
     pub fn connect(&self) -> Result<Qemu, KitError> {
         let address = QmpAddress::Unix(self.path(QMP));
         Qemu::connect(&address, PATIENCE).map_err(|error| KitError::Late {
@@ -317,19 +319,19 @@ impl Launched {
         })
     }
 
-    /// Returns the path of one of its files.
+    /// Returns the path of the file `name` in the QEMU's folder.
     #[must_use]
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    /// Returns its process.
+    /// Returns the QEMU's process.
     #[must_use]
     pub fn process(&self) -> &Process {
         &self.process
     }
 
-    /// Returns its process, to wait for it or to end it.
+    /// Returns the QEMU's process, so that the caller can wait for it or end it.
     pub fn process_mut(&mut self) -> &mut Process {
         &mut self.process
     }

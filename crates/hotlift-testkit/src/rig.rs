@@ -1,4 +1,4 @@
-//! The processes of a case, over its network, ready for the migration.
+//! Starts the processes of a case in its network, ready for the migration.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,87 +19,87 @@ use crate::program::Program;
 use crate::proxy::Proxy;
 use crate::qemu::{PATIENCE, Release};
 
-/// Port where the destination listens.
+/// Port on which the destination listens.
 pub const PORT: u16 = 7000;
-/// Port where `serve` receives pages.
+/// Port on which `serve` receives pages.
 pub const DATA_PORT: u16 = 7001;
 
-/// First port of libvirt's migrations, which agents redirect.
+/// First port that libvirt uses for migrations, which agents redirect.
 const MIGRATION_PORT: u16 = 49152;
 /// Port where agents connect to each other.
 pub const AGENT_PORT: u16 = 16520;
 
-/// Bytes of a disk image that a case locks.
+/// Size of a disk image that a case locks, in bytes.
 const DISK: u64 = 1 << 20;
 
-/// Bytes per second of page transfer: a migration takes about a second.
+/// Bandwidth limit of page transfer in bytes per second: a migration takes about a second.
 const BANDWIDTH: &str = "64M";
 
-/// Milliseconds: at [`BANDWIDTH`] the last round, which the slow link of a handover carries, is short.
+/// Downtime limit, in milliseconds. At [`BANDWIDTH`], the last round is short even over the slow link of a handover.
 const DOWNTIME: u32 = 10;
 
-/// Resources of every case.
+/// Files and programs that all cases use.
 #[derive(Debug, Clone)]
 pub struct Tools {
-    /// The tested `hotlift`.
+    /// Path of the tested `hotlift`.
     pub hotlift: PathBuf,
-    /// The program in QEMUs.
+    /// The guest program that runs in QEMUs.
     pub guest: Arc<Program>,
-    /// Folder for a case's files.
+    /// Folder in which each case creates its files.
     pub files: PathBuf,
 }
 
-/// The processes of a case. Dropped in this order: commands, guests, proxies, network.
+/// The processes of a case. The fields are dropped in their order: commands, guests, proxies, network.
 pub struct Rig {
-    /// `migrate` or `relay source`.
+    /// The source's command: `migrate` or `relay source`.
     pub source_command: Option<Process>,
-    /// `serve` or `relay destination`.
+    /// The destination's command: `serve` or `relay destination`.
     pub destination_command: Option<Process>,
     /// The guest at the source.
     pub here: Machine,
     /// The guest at the destination.
     pub there: Machine,
-    /// Proxies before the destination.
+    /// Proxies in front of the destination.
     pub proxies: Vec<Proxy>,
-    /// Proxies before the QMP sockets of source and destination, if commands use them.
+    /// Proxies in front of the QMP sockets of source and destination; `None` if no command uses the socket.
     pub qmp: [Option<Proxy>; 2],
-    /// The network.
+    /// The network between both hosts.
     pub link: Link,
-    /// Settings of the source's QEMU, if a command changes them.
+    /// Original settings of the source's QEMU; `None` if no command changes them.
     pub settings: Option<Settings>,
-    /// Sockets that must be removed at the end.
+    /// Sockets that must no longer exist at the end.
     pub sockets: Vec<PathBuf>,
     /// False if a command did not start.
     pub is_ready: bool,
-    /// True if a QEMU has the case's capability enabled.
+    /// True if a QEMU has the capability of the case enabled.
     pub capability_is_on: bool,
-    /// Another user of the destination's disk image.
+    /// The QEMU process that can lock the destination's disk image.
     pub disk_lock: Option<DiskLock>,
-    /// Host that the source connects to.
+    /// Address to which the source connects: the destination's or a proxy's.
     host: &'static str,
     hotlift: PathBuf,
     folder: PathBuf,
-    /// Flags of each side.
+    /// TLS flags of each side's command.
     security: Vec<String>,
 }
 
 impl Rig {
-    /// Returns the folder of a case.
+    /// Returns the folder in which a case creates its files.
     #[must_use]
     pub fn folder(tools: &Tools, case: &Case) -> PathBuf {
         tools.files.join(format!("case-{}", case.number))
     }
 
-    /// Returns the `TMPDIR` of its processes.
+    /// Returns the `TMPDIR` of the processes of a case.
     #[must_use]
     pub fn temporary(tools: &Tools, case: &Case) -> PathBuf {
         Self::folder(tools, case).join("tmp")
     }
 
-    /// Starts all processes.
+    /// Starts all processes of a case.
     ///
     /// # Errors
-    /// If setup fails for a reason that the case does not test.
+    /// If the setup fails for a reason that the case does not test.
     pub fn start(tools: &Tools, case: &Case) -> Result<Self, KitError> {
         let folder = Self::folder(tools, case);
         let temporary = Self::temporary(tools, case);
@@ -134,10 +134,10 @@ impl Rig {
         }
     }
 
-    /// Starts the migration.
+    /// Starts the migration of a case.
     ///
     /// # Errors
-    /// If the source does not start it.
+    /// If the source does not start the migration.
     pub fn migrate(&mut self, case: &Case) -> Result<(), KitError> {
         match case.pair {
             Pair::BuiltIn {
@@ -146,7 +146,7 @@ impl Rig {
                 let uri = format!("tcp:{}:{PORT}", self.host);
                 self.here.migrate(&uri)
             }
-            // It has begun by itself.
+            // The migration has already started: `--migrate-to` starts it.
             Pair::BuiltIn { .. } => Ok(()),
             Pair::Steered { .. } => {
                 let arguments = [
@@ -179,7 +179,7 @@ impl Rig {
         }
     }
 
-    /// Returns the process of a party, if this process started it.
+    /// Returns the process of a party; `None` if the test has not started it.
     pub fn process(&mut self, party: Party) -> Option<&mut Process> {
         match party {
             Party::SourceGuest => self.here.process(),
@@ -189,13 +189,13 @@ impl Rig {
         }
     }
 
-    /// Loads foreign rules at the source.
+    /// Loads firewall rules of another program on the source's host.
     ///
     /// # Errors
     /// If `nft` fails.
     pub fn load_foreign(&self, rules: ForeignRules) -> Result<(), KitError> {
         let ports = "tcp dport 49152-49215";
-        // nftables(8): a nat chain of the agent is at -100.
+        // nftables(8): the priority of the agent's nat chain is -100.
         let chain = match rules {
             ForeignRules::Notrack => {
                 format!("type filter hook output priority raw; {ports} notrack;")
@@ -219,7 +219,7 @@ impl Rig {
         host.tool_with("nft", &["-f", "-"], &table).map(drop)
     }
 
-    /// Sends a party a signal.
+    /// Sends a signal to the process of a party.
     pub fn signal(&mut self, party: Party, signal: rustix::process::Signal) {
         match party {
             Party::SourceGuest => self.here.signal(signal),
@@ -233,7 +233,7 @@ impl Rig {
     }
 }
 
-/// Returns the outputs of a party that are `/dev/full`.
+/// Returns the outputs of a party that must be `/dev/full` from the start.
 fn devices(case: &Case, party: Party) -> Vec<Stream> {
     let device = |kind: &Kind| match kind {
         Kind::Output {
@@ -249,10 +249,10 @@ fn devices(case: &Case, party: Party) -> Vec<Stream> {
         .collect()
 }
 
-/// Returns the flags of a side for encryption, with certificates created for the case, or without.
+/// Returns the TLS flags for each side of a case. Creates the certificates if the case uses TLS.
 fn security(tools: &Tools, case: &Case, folder: &Path) -> Result<Vec<String>, KitError> {
     if let Pair::Agents { .. } = case.pair {
-        // Each agent has its own.
+        // Each agent has its own certificates.
         return Ok(Vec::new());
     }
     if !case.net.tls {
@@ -397,7 +397,7 @@ impl Builder<'_> {
             format!("--listen=tcp:{DESTINATION}:{PORT}"),
             format!("--data-port={DATA_PORT}"),
         ];
-        // Only `migrate` connects to a host by name.
+        // Only `migrate` connects to a host by its name.
         let security = self.security.iter();
         arguments.extend(
             security
@@ -500,7 +500,7 @@ impl Builder<'_> {
         Ok(rig)
     }
 
-    /// Starts QEMUs without a monitor of the test, and the agents of their hosts, as with libvirt.
+    /// Starts QEMUs without a monitor for the test, and an agent on each host, as with libvirt.
     fn agents(self, link: Link, from: Release, to: Release, channels: u8) -> Result<Rig, KitError> {
         link.watch_plaintext(AGENT_PORT)?;
         let pki = Pki::new();
@@ -514,7 +514,7 @@ impl Builder<'_> {
                 Party::DestinationCommand,
             ),
         ] {
-            // The kernel assigns no migration port to an outgoing connection.
+            // The kernel must not use a migration port as the local port of an outgoing connection.
             let reserved = "net.ipv4.ip_local_reserved_ports=49152-49215";
             host.tool("sysctl", &["-qw", reserved])?;
             let folder = self.folder.join(end);
@@ -557,7 +557,8 @@ impl Builder<'_> {
         self.case.has(|kind| *kind == Kind::LockedDisk)
     }
 
-    /// Enables the case's capability at this end; returns false if there is none, or QEMU refuses it.
+    /// Enables the capability of the case in the QEMU at `end`. Returns false if the case has no capability for this
+    /// side, or QEMU rejects it.
     fn switch_capability(&self, end: End, machine: &mut Machine) -> bool {
         let mut kinds = self.case.faults.iter().map(|fault| fault.kind);
         let name = kinds.find_map(|kind| match kind {
@@ -568,7 +569,7 @@ impl Builder<'_> {
         name.is_some_and(|name| on(name).is_ok())
     }
 
-    /// Returns the command line of the QEMU at an end.
+    /// Returns the command line of the QEMU of one side.
     fn line(&self, release: Release, end: &str) -> Result<Vec<String>, KitError> {
         let folder = self.folder.join(end);
         let mut more = Vec::new();
@@ -654,19 +655,19 @@ fn qemu_program(release: Release) -> Result<PathBuf, KitError> {
     })
 }
 
-/// Waits until a process listens at [`PORT`] of its host; returns false if it has ended instead. Does not connect: that would
-/// be an unknown client.
+/// Waits until a process listens at [`PORT`] of its host. Returns false if the process ends first. Does not connect,
+/// because the connection would count as an unknown client.
 fn listens(
     host: &Namespace,
     process: Process,
     place: &mut Option<Process>,
 ) -> Result<bool, KitError> {
-    // proc(5), /proc/net/tcp: addresses in hexadecimal, state 0A listens.
+    // proc(5), /proc/net/tcp: addresses are hexadecimal, and state 0A is LISTEN.
     let entry = format!(":{PORT:04X} 00000000:0000 0A");
     let looks = || -> Result<bool, KitError> {
         let table = host.within(|| fs::read_to_string("/proc/thread-self/net/tcp"))?;
         Ok(table.is_ok_and(|table| {
-            // The proxy has another address.
+            // The proxy listens on another address.
             table
                 .lines()
                 .any(|line| line.contains(&entry) && line.contains("020200C0"))
@@ -675,11 +676,11 @@ fn listens(
     waits(process, place, looks)
 }
 
-/// Waits until a process listens on a socket: its file exists slightly earlier.
+/// Waits until a process listens on a UNIX socket. The file of the socket exists slightly earlier.
 fn appears(socket: &Path, process: Process, place: &mut Option<Process>) -> Result<bool, KitError> {
     let table = format!("/proc/{}/net/unix", process.pid().as_raw_nonzero());
     let end = format!(" {}", socket.display());
-    // proc(5): flag 10000 is a socket that listens.
+    // proc(5): flag 10000 marks a listening socket.
     let listens = |line: &str| line.ends_with(&end) && line.contains(" 00010000 ");
     waits(process, place, || {
         let table = fs::read_to_string(&table).unwrap_or_default();
@@ -703,7 +704,7 @@ fn waits(
     Ok(true)
 }
 
-/// Returns the index in [`Rig::qmp`] of the side with a stalled QMP socket.
+/// Returns the index of a side in [`Rig::qmp`].
 #[must_use]
 pub fn index(end: End) -> usize {
     match end {

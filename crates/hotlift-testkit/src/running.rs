@@ -1,4 +1,4 @@
-//! A program started as a user does, and its output lines.
+//! A program that a test starts as a user does, and the lines of its output.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -6,14 +6,14 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Timeout, longer than anything here takes on a busy machine: beside eight busy guests, 16 cells of `hotlift-bench` took more
-/// than two minutes.
+/// Timeout of every wait, longer than any test takes on a busy machine. Next to eight busy guests, 16 cells of
+/// `hotlift-bench` took more than two minutes.
 const DEADLINE: Duration = Duration::from_secs(600);
 
-/// Columns of standard output, enough for all tables: no line breaks inside a text that a test searches.
+/// Width of standard output in columns. It is large enough for all tables, so that no text a test searches is wrapped.
 const COLUMNS: &str = "300";
 
-/// A running program, killed on drop.
+/// A running program. It is killed on drop.
 #[derive(Debug)]
 pub struct Running {
     child: Child,
@@ -22,14 +22,14 @@ pub struct Running {
 }
 
 impl Running {
-    /// Starts `program` with environment variables; reads the lines of both streams.
+    /// Starts `program` with arguments and environment variables, and reads the lines of both outputs.
     ///
     /// # Panics
-    /// If it does not start.
+    /// If the program does not start.
     #[must_use]
     pub fn start(program: &str, args: &[&str], variables: &[(&str, &str)]) -> Self {
-        // The tests may run under 'nohup', whose setting a started program would inherit. Full path: a test may set another
-        // PATH.
+        // The tests may run under 'nohup', and the program would inherit its setting for SIGHUP. The path is absolute,
+        // because a test may set another PATH.
         let mut child = Command::new("/usr/bin/env")
             .args(["--default-signal=HUP", program])
             .args(args)
@@ -60,7 +60,7 @@ impl Running {
         }
     }
 
-    /// Returns its process id.
+    /// Returns the process ID of the program.
     ///
     /// # Panics
     /// Never: a process ID is positive and small.
@@ -69,19 +69,19 @@ impl Running {
         i32::try_from(self.child.id()).expect("a process id is positive and small")
     }
 
-    /// Sends a signal.
+    /// Sends a signal to the program.
     ///
     /// # Panics
-    /// If the process has ended and was waited for.
+    /// If the program has ended and was waited for.
     pub fn signal(&self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_raw(self.pid()).expect("a process id");
         rustix::process::kill_process(pid, signal).expect("the process is there");
     }
 
-    /// Waits for a line that contains `words`, and returns it.
+    /// Waits for an output line that contains `words`, and returns the line.
     ///
     /// # Panics
-    /// If it is not printed in time.
+    /// If no such line is printed within the timeout.
     pub fn wait_for(&mut self, words: &str) -> String {
         let deadline = Instant::now() + DEADLINE;
         loop {
@@ -99,15 +99,15 @@ impl Running {
         }
     }
 
-    /// Waits for the end, and returns the exit status and all lines.
+    /// Waits for the end of the program, and returns the exit status and all output lines.
     ///
     /// # Panics
-    /// If the program does not end in time.
+    /// If the program does not end within the timeout.
     pub fn wait(mut self) -> (ExitStatus, Vec<String>) {
         let deadline = Instant::now() + DEADLINE;
         let mut output = std::mem::take(&mut self.said);
         loop {
-            // The streams end with the process (or with its last child).
+            // The outputs end with the process, or with its last child.
             let left = deadline.saturating_duration_since(Instant::now());
             match self.lines.recv_timeout(left) {
                 Ok(line) => output.push(line),
@@ -128,7 +128,7 @@ impl Drop for Running {
     }
 }
 
-/// Returns the lines in which a program reports why it failed.
+/// Returns the output lines in which a program reports an error.
 #[must_use]
 pub fn errors(output: &[String]) -> Vec<&String> {
     let starts = ["hotlift: ", "hotlift-bench: ", "error: "];

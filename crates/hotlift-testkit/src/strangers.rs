@@ -1,4 +1,4 @@
-//! Connections that belong to no migration.
+//! Unknown clients: connections to the destination that belong to no migration.
 
 use std::io::Write;
 use std::net::{SocketAddr, TcpStream};
@@ -16,13 +16,13 @@ use crate::namespace::{DESTINATION, Namespace};
 /// Pause between two connections.
 const PAUSE: Duration = Duration::from_millis(60);
 
-/// Maximum open connections.
+/// Maximum number of open connections.
 const MAX_OPEN: usize = 16;
 
-/// Timeout to connect: the link may be down.
+/// Timeout for a connection attempt: the link may be down.
 const CONNECT: Duration = Duration::from_millis(500);
 
-/// Unknown clients that connect until this is dropped.
+/// Unknown clients in a background thread, which connect until this value is dropped.
 #[derive(Debug)]
 pub struct Strangers {
     ends: Arc<AtomicBool>,
@@ -30,10 +30,10 @@ pub struct Strangers {
 }
 
 impl Strangers {
-    /// Connects from `host` to ports of the destination, one after the other.
+    /// Starts to connect repeatedly from `host` to the given ports of the destination.
     ///
     /// # Errors
-    /// If the host's namespace is unavailable.
+    /// If the network namespace of the host cannot be used.
     pub fn start(
         host: &Namespace,
         ports: &[u16],
@@ -81,7 +81,7 @@ fn speak(to: &mut TcpStream, who: Stranger, rng: &mut Rng) {
             false => vec![0x11, 0x22, 0x33, 0x44, 0, 0, 0, 1],
         },
     };
-    // It may have been rejected.
+    // The destination may have rejected the connection.
     let _ = to.write_all(&bytes);
 }
 

@@ -1,4 +1,4 @@
-//! The counts at the end of a campaign, in 80 columns.
+//! The summary of a campaign: tables of counts, in 80 columns.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -6,7 +6,7 @@ use std::fmt::Write;
 use crate::case::{Kind, Moment};
 use crate::verdict::{Outcome, Record, Wrong};
 
-/// Counted problems, with their names.
+/// Kinds of problems to count, with their names in the table.
 const WRONGS: [(Wrong, &str); 9] = [
     (Wrong::TwoGuests, "two guests"),
     (Wrong::NoGuest, "no guest"),
@@ -27,16 +27,16 @@ const OUTCOMES: [(Outcome, &str); 5] = [
     (Outcome::Wrong, "wrong"),
 ];
 
-/// Columns for the numbers of cases with problems.
+/// Width of the list of case numbers, in columns.
 const NAMED: usize = 36;
 
-/// One case in this number may fail in its setup: such a case proves nothing.
+/// One of this number of cases may fail in its setup. Such a case proves nothing.
 const NOT_SET_UP: usize = 100;
 
-/// One case in this number may time out, as happens on a machine under load.
+/// One of this number of cases may time out, as happens on a busy machine.
 const TIMED_OUT: usize = 20;
 
-/// Returns true if nothing is wrong with any case, and nearly all of them prove something.
+/// Returns true if no case has a problem, except a small share of failed setups and timeouts.
 #[must_use]
 pub fn is_clean(records: &[Record]) -> bool {
     WRONGS.into_iter().all(|(wrong, _)| {
@@ -50,7 +50,7 @@ pub fn is_clean(records: &[Record]) -> bool {
     })
 }
 
-/// Returns the tables.
+/// Returns the tables of a campaign as text.
 #[must_use]
 pub fn tables(records: &[Record]) -> String {
     let mut text = String::new();
@@ -131,7 +131,7 @@ pub fn tables(records: &[Record]) -> String {
     text
 }
 
-/// Returns the faults with a duration that happened, by duration and moment.
+/// Returns a table of the faults that occurred and have a duration, by duration and phase.
 fn durations(records: &[Record]) -> String {
     const WHEN: [&str; 6] = ["set-up", "rounds", "switch", "message", "arrived", "after"];
     let mut rows: BTreeMap<(&str, u64), [usize; WHEN.len()]> = BTreeMap::new();
@@ -161,7 +161,7 @@ fn durations(records: &[Record]) -> String {
     text.push('\n');
     for ((name, secs), counts) in rows {
         let row = match name {
-            // It counts as the timeout of a precopy for its peer.
+            // A power loss without an end counts as the timeout that its peer uses in a precopy.
             "power loss for ever" => name.to_owned(),
             _ => format!("{name}, {secs} s"),
         };

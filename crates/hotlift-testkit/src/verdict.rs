@@ -1,4 +1,4 @@
-//! Permitted outcomes of a case, and its actual outcome.
+//! Determines the outcome of a case, and compares it with the permitted outcomes.
 
 use std::fs;
 use std::path::Path;
@@ -15,104 +15,104 @@ use crate::machine::Look;
 use crate::namespace::End;
 use crate::rig::{Rig, Tools};
 
-/// Timeout for the end of a case's processes: a guard waits 10 s for a QEMU that does not answer.
+/// Timeout for the end of a case's processes. It includes 10 s for which a guard process waits for a silent QEMU.
 const GONE: Duration = Duration::from_secs(15);
 
-/// Kind of a problem.
+/// Kind of a problem in a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Wrong {
-    /// Both sides ran the guest, or one runs it although it has powered off.
+    /// Both sides ran the guest, or the guest runs although it was powered off.
     TwoGuests,
-    /// No side runs it, and it is not whole and paused at the source with exit code 3.
+    /// No side runs the guest, and the source has not kept it: paused, intact, with exit code 3.
     NoGuest,
-    /// Its memory does not match its writes.
+    /// The guest's memory does not match its writes.
     LostWrites,
-    /// A process, a file, a socket or a setting is left.
+    /// A process, a file, a socket or a changed setting was not cleaned up.
     Leftover,
-    /// Guest memory left the source unencrypted although its agent refuses that.
+    /// Guest memory left the source unencrypted, although the source's agent forbids it.
     Plaintext,
-    /// An exit code that these faults do not explain, or success without a guest.
+    /// An exit code that the faults of the case do not explain, or success although the guest did not arrive.
     Exit,
-    /// A side does not end, or a guest does not answer.
+    /// A side did not end, or a guest did not answer.
     Hangs,
-    /// A wait timed out without a fault that prolongs it, and the guest stayed at the source, as on a stalled machine. Counted,
-    /// but no fault of the product: a kernel with starved workers (`workqueue lockup` in its log) delays the start of KVM's
-    /// dirty log for a minute and more.
+    /// A wait timed out without a fault that explains it, and the guest stayed at the source. Such cases are counted,
+    /// but they are no defect of the product: the machine may stall. A kernel with starved workers (`workqueue lockup`
+    /// in its log) delays the start of KVM's dirty log for a minute and more.
     TimedOut,
-    /// The machinery failed: the case proves nothing.
+    /// The test machinery failed, so the case proves nothing.
     SetUp,
 }
 
-/// A problem, with a description.
+/// A problem in a case, with a description.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
-    /// Kind.
+    /// Kind of the problem.
     pub wrong: Wrong,
-    /// Description.
+    /// Description with the details.
     pub what: String,
 }
 
-/// Final location of the guest.
+/// Final location and state of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// At the destination, running.
+    /// The guest runs at the destination.
     Moved,
-    /// At the source, running.
+    /// The guest runs at the source.
     Stayed,
-    /// At the source, paused and whole: it continued on command.
+    /// The guest was paused and intact at the source, and continued on command.
     Kept,
-    /// It ended with its process, by the fault, or has powered off.
+    /// The guest's process ended because of a fault, or the guest was powered off.
     Ended,
-    /// None of these.
+    /// None of the permitted outcomes.
     Wrong,
 }
 
-/// State of a guest that runs nowhere.
+/// State of a guest that runs on no side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Absent {
-    /// At the source without a monitor; it waits for its operator.
+    /// The guest is at the source without a monitor, and waits for its operator.
     Waits,
-    /// Paused at the source, and its operator knows.
+    /// The guest is paused at the source, and its operator was informed.
     Paused,
-    /// Ended by a fault.
+    /// The guest ended because of a fault.
     Ended,
-    /// Its QEMU does not answer.
+    /// The guest's QEMU does not answer.
     Silent,
-    /// Not running, for no known reason, and no command reports it.
+    /// The guest does not run, for no known reason, and no command has reported it.
     Lost,
 }
 
-/// Result of a case: one line of the raw list.
+/// Result of a case: one line in the file of `--out`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Record {
     /// Seed of the campaign.
     pub campaign: u64,
-    /// The case.
+    /// The case that was run.
     #[serde(flatten)]
     pub case: Case,
-    /// Faults that happened.
+    /// Which faults occurred; an entry for each fault of the case.
     pub fired: Vec<bool>,
-    /// Final location of the guest.
+    /// Final location and state of the guest.
     pub outcome: Outcome,
-    /// Exit code of the source's side (or minus the signal that ended it).
+    /// Exit code of the source's side, or the negative number of the signal that ended it; `None` if unknown.
     pub source_exit: Option<i32>,
-    /// Exit code of the destination's command.
+    /// Exit code of the destination's command; `None` if unknown.
     pub destination_exit: Option<i32>,
     /// State of the guest at the source.
     pub here: String,
     /// State of the guest at the destination.
     pub there: String,
-    /// Problems.
+    /// Problems of the case; empty if the outcome is permitted.
     pub problems: Vec<Problem>,
-    /// QMP's reasons and the commands' last lines, in case of problems.
+    /// If there are problems: the reasons from QMP, and the last output lines of the commands.
     pub words: Vec<String>,
-    /// Duration.
+    /// Duration of the case, in seconds.
     pub seconds: f64,
 }
 
-/// Runs a case, and returns its result.
+/// Runs a case, and returns the result.
 #[must_use]
 pub fn judge(tools: &Tools, campaign: u64, case: &Case) -> Record {
     let begun = Instant::now();
@@ -146,7 +146,7 @@ pub fn judge(tools: &Tools, campaign: u64, case: &Case) -> Record {
         .iter_mut()
         .map(|one| &mut one.what)
         .for_each(scrub);
-    // It holds only files of the campaign.
+    // The folder has only files of the campaign.
     let _ = fs::remove_dir_all(&folder);
     record.seconds = (begun.elapsed().as_secs_f64() * 10.0).round() / 10.0;
     record
@@ -178,7 +178,7 @@ fn attempt(
 }
 
 impl Record {
-    /// Starts the record of `case`, still without results.
+    /// Creates a record of `case` without results.
     #[must_use]
     pub fn new(campaign: u64, case: Case) -> Self {
         Self {
@@ -201,7 +201,7 @@ impl Record {
         self.problems.push(Problem { wrong, what });
     }
 
-    /// Returns the faults that happened.
+    /// Returns the faults that occurred.
     pub fn faults(&self) -> impl Iterator<Item = &Kind> {
         self.case.happened(&self.fired)
     }
@@ -211,7 +211,7 @@ impl Record {
             .any(|kind| matches!(kind, Kind::Kill { party } if *party == whom))
     }
 
-    /// Returns true if QMP was silent there for longer than a command waits for an answer.
+    /// Returns true if QMP of side `whose` was silent for longer than a command waits for an answer.
     fn has_stalled(&self, whose: End) -> bool {
         self.faults().any(|kind| {
             matches!(kind, Kind::QmpStall { at, .. } if *at == whose)
@@ -219,7 +219,7 @@ impl Record {
         })
     }
 
-    /// Returns true if a fault ends a guest's process, or the guest has powered off, in either QEMU.
+    /// Returns true if a fault may have ended the process of guest `whom`, or has powered the guest off.
     fn may_have_ended(&self, whom: Party) -> bool {
         self.killed(whom) || self.has_powered_off() || self.faults().any(|kind| kind.asks(whom))
     }
@@ -228,7 +228,7 @@ impl Record {
         self.faults().any(Kind::powers_off)
     }
 
-    /// Returns exit codes of the source's side that the faults explain. Without faults, only 0.
+    /// Returns the exit codes of the source's side that the faults explain. Without faults, only 0.
     fn explained(&self) -> Vec<i32> {
         let mut codes = vec![0];
         for kind in self.faults() {
@@ -239,7 +239,7 @@ impl Record {
                     change: PowerChange::Reset,
                 } => &[][..],
                 Kind::Foreign { rules } if !rules.bypass_redirect() => &[],
-                // Exit code 3 if the command did not start the destination's QEMU.
+                // The exit code is 3 if the command had not started the destination's QEMU.
                 Kind::LockedDisk => &[1, 3],
                 Kind::LinkDown { .. }
                 | Kind::PowerLoss { .. }
@@ -272,7 +272,7 @@ impl Record {
         codes
     }
 
-    /// Determines the guest's location, and checks it.
+    /// Determines where the guest is, and checks that this outcome is permitted.
     fn weigh(&mut self, seen: &Seen, rig: &mut Rig) {
         self.weigh_run(seen);
         self.outcome = match (seen.here == Look::Running, seen.there == Look::Running) {
@@ -284,7 +284,7 @@ impl Record {
         self.weigh_exits(seen);
     }
 
-    /// Notes states that are wrong for any final location of the guest.
+    /// Notes problems that are independent of the guest's final location.
     fn weigh_run(&mut self, seen: &Seen) {
         let runs = |look: &Look| *look == Look::Running;
         if seen.both || (runs(&seen.here) && runs(&seen.there)) {
@@ -295,7 +295,7 @@ impl Record {
         if seen.none_while_full && !was_killed {
             self.note(Wrong::NoGuest, "no host ran it while an output was full");
         }
-        // A command whose output is a full device from the start may end for that reason.
+        // A command may end because its output is `/dev/full` from the start.
         let is_explained = self
             .faults()
             .any(|kind| matches!(kind, Kind::Output { .. }) && kind.is_from_the_start());
@@ -317,7 +317,7 @@ impl Record {
         }
     }
 
-    /// Excuses a source that reports a timeout and has the guest: that is correct.
+    /// Removes the problem from a case in which the source reports a timeout and has kept the guest, which is correct.
     fn excuse_time_outs(&mut self) {
         let waited = |line: &String| line.contains("did not arrive within");
         let is_safe = self.outcome == Outcome::Stayed && self.source_exit == Some(1);
@@ -333,7 +333,7 @@ impl Record {
         let explained = self.explained();
         let at_its_end = self.may_have_ended(Party::SourceGuest);
         match seen.source_exit {
-            // A guest with a monitor that was ended reports no migration.
+            // A guest whose process was ended over its monitor reports no migration.
             None if at_its_end || seen.hangs || !seen.is_ready => {}
             None if seen.here == Look::Silent => {}
             Some(code) if explained.contains(&code) => {}
@@ -353,7 +353,7 @@ impl Record {
             let is_steered = matches!(self.case.pair, Pair::Steered { .. });
             for (side, exit, counts) in [
                 ("source's side", seen.source_exit, true),
-                // A relay reports its stream, not the guest.
+                // A relay reports its stream, not the state of the guest.
                 ("destination's command", seen.destination_exit, is_steered),
             ] {
                 if counts && exit == Some(0) {
@@ -366,7 +366,7 @@ impl Record {
         }
     }
 
-    /// Returns true if the guest has run at the destination, or a fault explains success without that.
+    /// Returns true if the guest has run at the destination, or a fault explains success without the guest's arrival.
     fn may_never_arrive(&self, seen: &Seen) -> bool {
         let commands = [Party::SourceCommand, Party::DestinationCommand];
         let is_bare_and_killed = self.case.pair.is_steered_by_others()
@@ -382,22 +382,24 @@ impl Record {
             || self.faults().any(|kind| kind.asks(Party::DestinationGuest))
     }
 
-    /// Returns true if foreign rules hid the end of the source's connection from its agent, so that the destination's QEMU
-    /// never received the end of the stream. libvirt resumes it at the source when that QEMU has ended.
+    /// Returns true if foreign firewall rules bypassed the source's agent. Then the agent did not see the end of the
+    /// source's connection, and the destination's QEMU received no end of the stream. When this QEMU has ended, libvirt
+    /// resumes the guest at the source.
     fn was_bypassed(&self, seen: &Seen) -> bool {
         let is_bypass =
             |kind: &Kind| matches!(kind, Kind::Foreign { rules } if rules.bypass_redirect());
         seen.there == Look::Ended && self.faults().any(is_bypass)
     }
 
-    /// Proves the memory of the guest, which runs on one side.
+    /// Proves the memory of the guest, which runs on one side. Returns the outcome, or [`Outcome::Wrong`] if the proof
+    /// fails.
     fn proven(&mut self, outcome: Outcome, rig: &mut Rig) -> Outcome {
         let (party, machine) = match outcome {
             Outcome::Moved => (Party::DestinationGuest, &mut rig.there),
             _ => (Party::SourceGuest, &mut rig.here),
         };
         let proven = machine.prove();
-        // A signal may have ended it only now.
+        // A signal may have ended the guest in the meantime.
         if proven.is_err() && self.may_have_ended(party) && machine.has_ended() {
             return Outcome::Ended;
         }
@@ -414,7 +416,7 @@ impl Record {
         }
     }
 
-    /// Judges a guest that runs nowhere.
+    /// Determines why the guest runs on no side.
     fn absent(&self, seen: &Seen) -> Absent {
         if seen.here == Look::Silent && matches!(self.case.pair, Pair::BuiltIn { .. }) {
             return Absent::Waits;
@@ -430,7 +432,7 @@ impl Record {
         let command_killed = commands.into_iter().any(|party| self.killed(party));
         let is_bare = self.case.pair.is_steered_by_others();
         let is_told = seen.source_exit == Some(3) || self.killed(Party::SourceCommand);
-        // Bare relays steer no QEMU, so their failure must be reported to the operator.
+        // Relays do not control QEMUs, so their failure must be reported to the operator.
         let is_for_others =
             is_bare && (command_killed || seen.source_exit != Some(0) || self.was_bypassed(seen));
         if is_paused && (is_told || is_for_others) {
@@ -445,7 +447,7 @@ impl Record {
         }
     }
 
-    /// Handles a guest that runs nowhere: resumes it if it is paused and its operator would resume it.
+    /// Handles a guest that runs on no side. Resumes it if it is paused and its operator would resume it.
     fn neither(&mut self, seen: &Seen, rig: &mut Rig) -> Outcome {
         match self.absent(seen) {
             Absent::Waits => Outcome::Kept,
@@ -475,11 +477,11 @@ impl Record {
         }
     }
 
-    /// Checks for left files, sockets and settings, and then processes.
+    /// Checks that no files, sockets, changed settings or processes remain.
     fn check_for_leftovers(&mut self, tools: &Tools, rig: &mut Rig) {
-        // Remains of a killed process are excused.
+        // Files that a killed process leaves are permitted.
         let was_killed = self.faults().any(|kind| matches!(kind, Kind::Kill { .. }));
-        // The command reports cleanup that a silent QMP socket prevented.
+        // The command reports which cleanup failed because of a silent QMP socket.
         let is_told = rig
             .process(Party::SourceCommand)
             .is_some_and(|process| process.has_said("cannot restore the migration settings"));
@@ -505,7 +507,7 @@ impl Record {
                     let what = format!("settings of the source's QEMU: {}", differ.join(", "));
                     self.note(Wrong::Leftover, what);
                 }
-                // A process that hangs was noted.
+                // A process that hangs was already noted.
                 Err(_) => {}
             }
         }
@@ -536,7 +538,7 @@ impl Record {
         }
     }
 
-    /// Ends the remaining processes of the case.
+    /// Kills the remaining processes of a case.
     fn sweep(&mut self, tools: &Tools) {
         let temporary = Rig::temporary(tools, &self.case);
         let deadline = Instant::now() + GONE;
@@ -552,13 +554,13 @@ impl Record {
     }
 }
 
-/// Returns the processes that inherited this `TMPDIR`, started by any process.
+/// Returns ID and name of all processes whose environment has this `TMPDIR`, whichever process started them.
 fn processes(temporary: &Path) -> Vec<(Pid, String)> {
     let mark = format!("TMPDIR={}\0", temporary.display());
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let its = |entry: &fs::DirEntry| {
         let pid = Pid::from_raw(entry.file_name().to_str()?.parse().ok()?)?;
-        // An ended process has none.
+        // A process that has ended has no environment.
         let environment = fs::read(entry.path().join("environ")).ok()?;
         let has_it = environment
             .windows(mark.len())
@@ -569,7 +571,7 @@ fn processes(temporary: &Path) -> Vec<(Pid, String)> {
     entries.filter_map(|entry| its(&entry)).collect()
 }
 
-/// Returns the last lines of each process.
+/// Returns the last output lines of each process.
 fn words(rig: &mut Rig) -> Vec<String> {
     let mut words = Vec::new();
     for (name, party) in [
@@ -605,7 +607,7 @@ mod tests {
         started: true,
     };
 
-    /// Returns a case of one fault that happened.
+    /// Returns the record of a case with one fault, which occurred.
     fn record(pair: Pair, kind: Kind) -> Record {
         let fault = Fault {
             kind,
@@ -623,7 +625,7 @@ mod tests {
         }
     }
 
-    /// Returns observations with these final states, and exit codes of both commands.
+    /// Returns observations with these final states of both guests, and exit codes of both commands.
     fn seen(here: Look, there: Look, source_exit: i32, destination_exit: i32) -> Seen {
         Seen {
             fired: vec![true],
@@ -645,7 +647,7 @@ mod tests {
         Look::Paused(state.to_owned())
     }
 
-    /// Returns the problems of an end, by the rules that need no process.
+    /// Returns the problems of a case, by the rules that need no process.
     fn wrongs(mut record: Record, seen: &Seen, outcome: Outcome) -> Vec<Wrong> {
         record.weigh_run(seen);
         record.outcome = outcome;
@@ -671,7 +673,7 @@ mod tests {
         let kept = seen(paused("postmigrate"), paused("inmigrate"), 3, 3);
         assert_eq!(locked().absent(&kept), Absent::Paused);
         assert_eq!(wrongs(locked(), &kept, Outcome::Kept), []);
-        // The source has the guest: the destination's command must not report its arrival.
+        // The source has the guest, so the destination's command must not report that it arrived.
         let half = seen(Look::Running, Look::Ended, 1, 0);
         assert_eq!(wrongs(locked(), &half, Outcome::Stayed), [Wrong::Exit]);
     }
@@ -705,7 +707,7 @@ mod tests {
             wrongs(off(PowerChange::OffKept), &travelled, Outcome::Ended),
             []
         );
-        // It arrived, and powered off there.
+        // The guest arrived, and was powered off there.
         let mut there = seen(paused("postmigrate"), Look::Ended, 0, 0);
         there.arrived = true;
         assert_eq!(wrongs(off(PowerChange::Off), &there, Outcome::Ended), []);

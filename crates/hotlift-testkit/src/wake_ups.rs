@@ -1,20 +1,20 @@
-//! Wake-ups of idle threads.
+//! Counts the wake-ups of idle threads.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time in which no idle thread wakes up: longer than any periodic wait of the product.
+/// Time in which no idle thread may wake up. It is longer than any periodic wait of the product.
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// Timeout for starting threads to become idle.
+/// Timeout for newly started threads to become idle.
 const DEADLINE: Duration = Duration::from_secs(120);
 
-/// Threads, by process and the prefix of their names.
+/// Threads to watch: process ID, and prefix of the thread names.
 pub type Threads<'a> = &'a [(u32, &'a str)];
 
-/// Returns the sleep count of each of `threads` so far, by its id and name.
+/// Returns the number of sleeps of each of `threads` so far, by process ID and thread name.
 fn sleeps(threads: Threads<'_>) -> BTreeMap<(String, String), u64> {
     let of_process = |(pid, begins): &(u32, &str)| {
         let tasks = fs::read_dir(format!("/proc/{pid}/task"));
@@ -34,11 +34,11 @@ fn sleeps(threads: Threads<'_>) -> BTreeMap<(String, String), u64> {
     threads.iter().flat_map(of_process).collect()
 }
 
-/// Checks that none of `threads` wakes up in 10 s, once they are idle. `with_reason` lists names of threads that may, each with
-/// its maximum number of wake-ups.
+/// Checks that none of `threads` wakes up within 10 s, after they have become idle. `with_reason` lists thread names
+/// that may wake up, each with a maximum number of wake-ups.
 ///
 /// # Panics
-/// If one wakes up more often, ends or starts; if there is none, or they never become idle.
+/// If a thread wakes up more often, ends or starts, if no thread matches, or if the threads do not become idle.
 pub fn sleep_through(threads: Threads<'_>, with_reason: &[(&str, u64)]) {
     let allowed = |name: &str| with_reason.iter().find(|(may, _)| *may == name);
     let deadline = Instant::now() + DEADLINE;

@@ -1,4 +1,4 @@
-//! Random faults on real migrations, and counts of the outcomes.
+//! The fault campaign: causes random faults in real migrations, and counts the outcomes.
 
 #![allow(
     clippy::print_stdout,
@@ -23,13 +23,13 @@ use hotlift_testkit::rig::Tools;
 use hotlift_testkit::verdict::{Record, Wrong, judge};
 use hotlift_testkit::{skip, summary};
 
-/// Maximum duration of a case's faults if the time of the whole run is limited.
+/// Maximum duration of a case's faults if the whole campaign has a time limit.
 const SHORT: Duration = Duration::from_secs(7);
 
-/// Maximum case number in a list.
+/// Upper limit of the case numbers in a list.
 const MAX_CASES: u64 = 100_000;
 
-/// Duration of a case without its faults.
+/// Assumed duration of a case without the duration of its faults.
 const CASE: Duration = Duration::from_secs(6);
 
 /// Runs random faults on real migrations, and counts what came of them. Needs root: it makes network namespaces of
@@ -92,13 +92,14 @@ fn main() -> ExitCode {
     })
 }
 
-/// Replaces this process by one in namespaces of its own. All its children end with it, however it ends.
+/// Replaces this process by one in new PID and mount namespaces. However the new process ends, all its children are
+/// killed.
 fn enter() -> Result<ExitCode, String> {
     if !rustix::process::geteuid().is_root() {
         return Err("network namespaces need root".to_owned());
     }
     let this = std::env::current_exe().map_err(|error| error.to_string())?;
-    // It may run under 'nohup', whose setting its children would inherit.
+    // This process may run under 'nohup', and children would inherit its setting for SIGHUP.
     let error = Command::new("env")
         .args(["--default-signal=HUP", "unshare"])
         .args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc"])
@@ -109,7 +110,8 @@ fn enter() -> Result<ExitCode, String> {
     Err(format!("cannot run 'unshare': {error}"))
 }
 
-/// Runs the first process: it has private files in memory, and reaps orphans.
+/// Runs as process 1 of the PID namespace: mounts a private file system in memory, starts the campaign, and reaps
+/// orphans. Returns the campaign's exit code.
 fn init() -> Result<ExitCode, String> {
     let mounted = Command::new("mount")
         .args(["-t", "tmpfs", "campaign", "/dev/shm"])
@@ -140,7 +142,7 @@ fn init() -> Result<ExitCode, String> {
     }
 }
 
-/// Returns the seed of the day.
+/// Returns the default seed: the number of days since 1970.
 fn today() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.unwrap_or_default().as_secs() / 86_400
@@ -201,7 +203,7 @@ fn list(flags: &Flags) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns key and reason of a skip, if a case cannot be run here.
+/// Returns key and reason of a skip if this machine cannot run a case of the campaign; `None` if it can.
 fn missing(case: &Case, kvm: Option<&String>) -> Option<(&'static str, String)> {
     let kvm = kvm.map(|why| ("kvm", why.clone()));
     let qemu = |release: Release| match release.find() {
@@ -314,7 +316,7 @@ fn run(flags: &Flags) -> Result<ExitCode, String> {
     })
 }
 
-/// Runs cases until none or no time is left.
+/// Runs cases until none remains or the time `end` is reached.
 fn work(shared: &Shared, tools: &Tools, seed: u64, end: Option<Instant>) {
     loop {
         let Some(case) = lock(&shared.waiting).next() else {
@@ -325,7 +327,7 @@ fn work(shared: &Shared, tools: &Tools, seed: u64, end: Option<Instant>) {
         }
         let mut record = judge(tools, seed, &case);
         if record.problems.iter().any(|one| one.wrong == Wrong::SetUp) {
-            // The case proves nothing, for example if a QEMU starts slowly on a busy host.
+            // A failed setup proves nothing, for example if a QEMU starts slowly on a busy host. The case is run again.
             record = judge(tools, seed, &case);
         }
         let line = serde_json::to_string(&record).unwrap_or_default();
@@ -353,7 +355,7 @@ fn work(shared: &Shared, tools: &Tools, seed: u64, end: Option<Instant>) {
     }
 }
 
-/// Returns the records of an earlier run.
+/// Returns the records of an earlier run with this `seed` from the file `path`.
 fn known(path: &Path, seed: u64) -> Result<Vec<Record>, String> {
     let Ok(text) = fs::read_to_string(path) else {
         return Ok(Vec::new());

@@ -1,34 +1,34 @@
-//! Records every byte of a migration, and damages one, selected by its offset.
+//! Rule of a proxy that records every byte of a migration, and damages one byte.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
 use super::rule::{Flow, Rule, Socket, Stop};
 
-/// One direction of a migration's connections.
+/// One direction of a migration's connections, as seen by a proxy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Direction {
-    /// From the source, on a connection.
+    /// From the source to the destination, on this connection.
     Forth(Socket),
-    /// From the destination, on any connection: only main has answers.
+    /// From the destination to the source. The connection is not named, because only main has answers.
     Back,
 }
 
-/// Bits to change in byte `at` of a direction.
+/// Bits to change in the byte at offset `at` of a direction.
 #[derive(Debug, Clone, Copy)]
 pub struct Flip {
-    /// Direction.
+    /// Direction that is damaged.
     pub direction: Direction,
-    /// Bytes of the direction before it.
+    /// Offset of the damaged byte in this direction.
     pub at: usize,
-    /// The bits.
+    /// Bits to change.
     pub mask: u8,
 }
 
-/// All bytes carried, before the damage.
+/// All bytes of each direction, before the damage.
 pub type Carried = HashMap<Direction, Vec<u8>>;
 
-/// The rule.
+/// Rule that records every byte, and damages one.
 #[derive(Debug, Default)]
 pub struct Bytes {
     flip: Option<Flip>,
@@ -36,7 +36,7 @@ pub struct Bytes {
 }
 
 impl Bytes {
-    /// Creates the rule. Flips bits on each connection that `flip` names.
+    /// Creates the rule. It changes the bits of `flip`, on each connection in this direction; `None` changes nothing.
     #[must_use]
     pub fn new(flip: Option<Flip>) -> Self {
         Self {
@@ -45,7 +45,7 @@ impl Bytes {
         }
     }
 
-    /// Returns the bytes carried.
+    /// Returns all recorded bytes.
     #[must_use]
     pub fn into_carried(self) -> Carried {
         self.carried
@@ -55,7 +55,7 @@ impl Bytes {
 }
 
 impl Rule for Bytes {
-    /// Bytes that have passed.
+    /// Number of bytes that have passed.
     type Direction = usize;
 
     fn apply(&self, at: &mut usize, came: &mut Vec<u8>, flow: &Flow<'_>) -> Result<(), Stop> {

@@ -1,6 +1,6 @@
 //! A proxy that damages, holds, delays and cuts its connections, over TCP or UNIX sockets.
 //!
-//! Timing and the end of connections are common to all proxies. A [`Rule`] decides what passes:
+//! Every proxy can delay data and end connections. A [`Rule`] decides which data passes:
 //!
 //! | module | subject |
 //! |---|---|
@@ -32,24 +32,24 @@ use self::socket::{Listener, Target, end, end_half, has_data, is_gone, write_all
 use crate::error::KitError;
 use crate::namespace::{DESTINATION, Namespace, PROXY};
 
-/// Bytes of a read.
+/// Bytes per read of a connection.
 const CHUNK: usize = 64 << 10;
 
-/// End of a TCP connection.
+/// How a TCP connection ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ending {
-    /// In order: all data was sent.
+    /// FIN: an orderly end after all data.
     Fin,
-    /// Reset.
+    /// RST: a reset.
     Reset,
 }
 
-/// Mapping of the ends of connections.
+/// How a proxy converts the end of one connection for the peer of the other connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Turns {
-    /// The same.
+    /// Unchanged: FIN remains FIN, and RST remains RST.
     AsIs,
     /// Always FIN: a RST becomes a FIN.
     AllToFin,
@@ -57,7 +57,7 @@ pub enum Turns {
     AllToReset,
 }
 
-/// Carries connections until it is dropped.
+/// Forwards connections until it is dropped. The rule `R` may change the data.
 pub struct Proxy<R: Rule = AsTheyCome> {
     rule: Arc<R>,
     core: Arc<Core>,
@@ -69,22 +69,22 @@ struct Core {
     target: Target,
     turns: Turns,
     waits: Mutex<Waits>,
-    /// Condition of `waits`.
+    /// Condition variable for changes of `waits`.
     changed: Condvar,
     delay_ms: AtomicU64,
     cut: Mutex<Option<Cut>>,
-    /// Connection to cut as soon as it is recognised.
+    /// Kind of the connection that must be cut as soon as its first bytes identify it; `None` if no cut is pending.
     on_sight: Mutex<Option<Socket>>,
     connections: Mutex<Vec<Arc<Connection>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    /// Becomes readable when the proxy ends.
+    /// Event descriptor that is readable when the proxy ends.
     ends: OwnedFd,
 }
 
-/// Reasons why threads are held.
+/// Reasons why the threads of a proxy must wait.
 #[derive(Default)]
 struct Waits {
-    /// Time before which nothing passes.
+    /// Time until which no data passes; `None` without a wait.
     until: Option<Instant>,
     /// True if a rule has requested a hold.
     is_held: bool,
@@ -92,18 +92,18 @@ struct Waits {
     has_ended: bool,
 }
 
-/// A pending cut of connections.
+/// A pending cut of all connections.
 #[derive(Clone, Copy)]
 struct Cut {
     how: Ending,
-    /// Further bytes from the destination, the sum of all connections.
+    /// Number of bytes from the destination that still pass, the sum of all connections.
     after: u64,
 }
 
 struct Connection {
     client: OwnedFd,
     server: OwnedFd,
-    /// Kind of the connection; set when its first bytes identify it.
+    /// Kind of the connection; set once its first bytes identify it.
     socket: OnceLock<Socket>,
 }
 
@@ -114,7 +114,7 @@ impl Connection {
         }
     }
 
-    /// Returns reader and writer socket of a direction.
+    /// Returns the socket to read and the socket to write for one direction.
     fn sockets(&self, back: bool) -> (&OwnedFd, &OwnedFd) {
         match back {
             false => (&self.client, &self.server),
@@ -124,18 +124,18 @@ impl Connection {
 }
 
 impl Proxy {
-    /// Listens on the UNIX socket `at` for connections, which it forwards `to` another.
+    /// Creates a proxy that listens on the UNIX socket `at`, and forwards connections to the UNIX socket `to`.
     ///
     /// # Errors
-    /// If it cannot listen.
+    /// If the proxy cannot listen.
     pub fn unix(at: &Path, to: &Path) -> Result<Self, KitError> {
         Self::unix_with(at, to, AsTheyCome)
     }
 
-    /// Listens at `port` of [`PROXY`] in `host` for connections, which it forwards to [`DESTINATION`].
+    /// Creates a proxy that listens at `port` of [`PROXY`] in `host`, and forwards connections to [`DESTINATION`].
     ///
     /// # Errors
-    /// If it cannot listen.
+    /// If the proxy cannot listen.
     pub fn tcp(host: &Namespace, port: u16, turns: Turns) -> Result<Self, KitError> {
         let listener = host.within(|| TcpListener::bind((PROXY, port)))?;
         let listener = listener.map_err(KitError::system("listen"))?;
@@ -145,23 +145,24 @@ impl Proxy {
 }
 
 impl<R: Rule> Proxy<R> {
-    /// Listens as [`Proxy::unix`] does, and applies `rule`.
+    /// Creates a proxy between UNIX sockets like [`Proxy::unix`], which applies `rule`.
     ///
     /// # Errors
-    /// If it cannot listen.
+    /// If the proxy cannot listen.
     pub fn unix_with(at: &Path, to: &Path, rule: R) -> Result<Self, KitError> {
         let listener = UnixListener::bind(at).map_err(KitError::system("listen"))?;
         let target = Target::Unix(to.to_owned());
         Self::start(Listener::Unix(listener), target, Turns::AsIs, rule)
     }
 
-    /// Listens on a local port for connections, which it forwards `to` another; returns its address. A RST becomes a FIN.
+    /// Creates a proxy that listens on a local TCP port, forwards connections to `to`, and applies `rule`. Returns the
+    /// proxy with its address. A RST becomes a FIN.
     ///
     /// # Errors
-    /// If it cannot listen.
+    /// If the proxy cannot listen.
     ///
     /// # Panics
-    /// If `to` is no TCP address.
+    /// If `to` is not a TCP address.
     pub fn loopback(to: &Address, rule: R) -> Result<(Self, Address), KitError> {
         let Address::Tcp { host, port } = to else {
             panic!("{to} is not of TCP");
@@ -205,19 +206,19 @@ impl<R: Rule> Proxy<R> {
         })
     }
 
-    /// Holds everything for `time`.
+    /// Holds all data for `time`.
     pub fn hold(&self, time: Duration) {
         lock(&self.core.waits).until = Some(Instant::now() + time);
         self.core.changed.notify_all();
     }
 
-    /// Delays everything by `time` from now on, piece by piece.
+    /// Delays all data by `time` from now on: the proxy waits before each write.
     pub fn delay(&self, time: Duration) {
         let time = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         self.core.delay_ms.store(time, Ordering::SeqCst);
     }
 
-    /// Ends the current connections, once `after` more bytes have passed from the destination.
+    /// Ends all current connections as `how` says, after the destination has sent `after` more bytes.
     pub fn cut(&self, how: Ending, after: u64) {
         if after == 0 {
             self.core.end_all(how);
@@ -226,13 +227,13 @@ impl<R: Rule> Proxy<R> {
         }
     }
 
-    /// Returns true if a connection of this kind has arrived.
+    /// Returns true if a connection of this kind has been identified.
     #[must_use]
     pub fn has(&self, socket: Socket) -> bool {
         self.first(socket).is_some()
     }
 
-    /// Cuts the first connection of this kind; returns false if none has arrived.
+    /// Cuts the first connection of this kind. Returns false if no connection of this kind has been identified.
     #[must_use]
     pub fn cut_first(&self, socket: Socket) -> bool {
         let found = self.first(socket);
@@ -242,31 +243,31 @@ impl<R: Rule> Proxy<R> {
         found.is_some()
     }
 
-    /// Cuts the next connection of this kind, before any of its bytes pass.
+    /// Cuts the next connection of this kind, before any byte of it passes.
     pub fn cut_on_sight(&self, socket: Socket) {
         *lock(&self.core.on_sight) = Some(socket);
     }
 
-    /// Returns true once that was done.
+    /// Returns true once the cut of [`Proxy::cut_on_sight`] has been done.
     #[must_use]
     pub fn has_cut_on_sight(&self) -> bool {
         lock(&self.core.on_sight).is_none()
     }
 
-    /// Returns true if the rule has held something.
+    /// Returns true if the rule has held data.
     #[must_use]
     pub fn is_held(&self) -> bool {
         lock(&self.core.waits).is_held
     }
 
-    /// Releases everything that the rule holds, now and later.
+    /// Releases all data that the rule holds, now and later.
     pub fn release(&self) {
         lock(&self.core.waits).is_released = true;
         self.core.changed.notify_all();
     }
 
-    /// Ends when all received bytes were passed, and all open connections were closed; returns the rule. A peer that has not
-    /// closed must keep reading until then.
+    /// Waits until all received bytes have passed, closes all open connections, and returns the rule. A peer that has
+    /// not closed its connection must keep reading until this returns.
     ///
     /// # Panics
     /// If a thread of the proxy panicked.
@@ -288,7 +289,7 @@ impl<R: Rule> Proxy<R> {
         found.next().map(Arc::clone)
     }
 
-    /// Waits for all threads; returns false if one has panicked.
+    /// Waits for the end of all threads. Returns false if a thread has panicked.
     fn join(&mut self) -> bool {
         let accepting = self.accepting.take();
         let accepted = accepting.is_none_or(|thread| thread.join().is_ok());
@@ -303,7 +304,7 @@ impl<R: Rule> Proxy<R> {
 
 impl<R: Rule> Drop for Proxy<R> {
     fn drop(&mut self) {
-        // Connections end before held bytes are released, so that none of these bytes pass.
+        // Connections are ended before held bytes are released, so that none of the held bytes pass.
         self.core.end_all(Ending::Reset);
         self.core.end();
         if let Some(accepting) = self.accepting.take() {
@@ -319,7 +320,7 @@ fn accept<R: Rule>(core: &Arc<Core>, rule: &Arc<R>, listener: &Listener) {
         let Ok(client) = listener.accept() else {
             continue;
         };
-        // If the target refuses the connection, the client gets a reset.
+        // If the target refuses the connection, the client receives a reset.
         let Some(server) = core.target.connect() else {
             end(&client, Ending::Reset);
             continue;
@@ -342,7 +343,7 @@ fn accept<R: Rule>(core: &Arc<Core>, rule: &Arc<R>, listener: &Listener) {
     }
 }
 
-/// Carries one direction of one connection.
+/// Forwards one direction of one connection.
 fn carry<R: Rule>(core: &Core, rule: &R, connection: &Connection, back: bool) {
     let (from, to) = connection.sockets(back);
     let flow = Flow {
@@ -376,7 +377,7 @@ fn carry<R: Rule>(core: &Core, rule: &R, connection: &Connection, back: bool) {
                         is_deaf = true;
                     }
                     Err(Stop::Cut) => return connection.end(Ending::Fin),
-                    // The writer gets a reset, as on a direct connection.
+                    // The writer receives a reset, as on a direct connection.
                     Err(Stop::Gone) => return end(from, Ending::Reset),
                     Err(Stop::Ended) => return,
                 }
@@ -389,7 +390,8 @@ fn carry<R: Rule>(core: &Core, rule: &R, connection: &Connection, back: bool) {
             write_all(to, &came);
         }
         match (core.turns, ending) {
-            // A closed peer differs from a half-closed one: the other end must see the same.
+            // A peer that has closed both directions differs from a half-closed peer. The other peer must see the same
+            // difference.
             (Turns::AsIs, Ending::Fin) if is_gone(from) => connection.end(Ending::Fin),
             (Turns::AsIs | Turns::AllToFin, Ending::Fin) | (Turns::AllToFin, Ending::Reset) => {
                 end_half(to);
@@ -402,16 +404,16 @@ fn carry<R: Rule>(core: &Core, rule: &R, connection: &Connection, back: bool) {
     }
 }
 
-/// Decision on a connection by its first bytes.
+/// Decision about a connection after its first bytes.
 enum Sight {
     Goes,
-    /// It may be the connection to cut.
+    /// More bytes are needed: this may be the connection to cut.
     Waits,
     Cut,
 }
 
 impl Core {
-    /// Recognises a connection that begins with `first`.
+    /// Identifies a connection that begins with `first`, and cuts it if this kind must be cut.
     fn recognise(&self, connection: &Connection, first: &[u8]) -> Sight {
         let mut on_sight = lock(&self.on_sight);
         let Some(socket) = Socket::of(first) else {
@@ -426,7 +428,7 @@ impl Core {
         Sight::Cut
     }
 
-    /// Waits while data is held or delayed.
+    /// Waits while data is held or delayed for a time.
     fn wait(&self) {
         let delay = self.delay_ms.load(Ordering::SeqCst);
         if delay > 0 {
@@ -443,7 +445,7 @@ impl Core {
         }
     }
 
-    /// Waits until the data held by a rule is released.
+    /// Waits until held data is released, or the proxy ends.
     fn hold(&self) {
         let mut waits = lock(&self.waits);
         waits.is_held = true;
@@ -461,7 +463,8 @@ impl Core {
         lock(&self.waits).has_ended
     }
 
-    /// Returns how many of `length` bytes from the destination still pass; the cut follows them.
+    /// Returns the number of bytes that still pass, of `length` bytes from the destination. After these bytes, the
+    /// connections are cut.
     fn count(&self, length: usize) -> usize {
         let mut cut = lock(&self.cut);
         let Some(asked) = cut.as_mut() else {
@@ -477,7 +480,7 @@ impl Core {
         left
     }
 
-    /// Cuts the connections if a cut is due; returns true if so.
+    /// Cuts all connections if a cut is due. Returns true if the cut was done.
     fn is_due(&self) -> bool {
         let mut cut = lock(&self.cut);
         let due = cut.filter(|asked| asked.after == 0);
@@ -516,7 +519,7 @@ mod tests {
     use super::bytes::{Bytes, Direction, Flip};
     use super::*;
 
-    /// Returns a multifd channel's first bytes, up to its number.
+    /// Returns the first bytes of a multifd channel, up to and including the channel number.
     fn opening(number: u8) -> Vec<u8> {
         let mut bytes = vec![0; Socket::KNOWN_BY];
         bytes[..4].copy_from_slice(&hotlift_wire::multifd::MAGIC.to_be_bytes());
@@ -524,7 +527,7 @@ mod tests {
         bytes
     }
 
-    /// Returns a local listener, with a proxy before it.
+    /// Returns a local listener with a proxy in front of it, and both ends of a connection through the proxy.
     fn before<R: Rule>(rule: R) -> (TcpListener, Proxy<R>, TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let to = format!("tcp:{}", listener.local_addr().unwrap());
@@ -675,7 +678,7 @@ mod tests {
         assert_eq!(received, output);
     }
 
-    /// A rule controlled by the received bytes.
+    /// A rule that the received bytes control.
     struct Told;
 
     impl Rule for Told {
@@ -742,7 +745,7 @@ mod tests {
             thread::yield_now();
         }
         drop(proxy);
-        // In order or not.
+        // FIN or RST, both are accepted.
         assert_eq!(server.read(&mut [0; 4]).unwrap_or(0), 0);
     }
 }

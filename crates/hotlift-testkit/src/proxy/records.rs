@@ -1,53 +1,54 @@
-//! Parses TLS: cuts the bytes of a connection into records, which it cannot read, and damages one of them.
+//! Rule of a proxy that splits a TLS connection into records and damages one of them. The proxy cannot decrypt the
+//! records.
 
 use std::sync::{Mutex, PoisonError};
 
 use super::rule::{Flow, Rule, Stop};
 
-/// Bytes of a record's header: type, version, length (RFC 8446, section 5.1).
+/// Length of a record's header in bytes: type, version, length (RFC 8446, section 5.1).
 const HEADER: usize = 5;
 
-/// Effect on a record.
+/// Change that the proxy makes at a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// Both directions end before the record, in order and without `close_notify`.
+    /// Both directions end before the record, by FIN and without `close_notify`.
     Cut,
-    /// Both directions end in the middle of the record, in the same way.
+    /// Both directions end in the middle of the record, by FIN and without `close_notify`.
     Truncate,
-    /// The record is dropped. If it was the last of those that arrived together, the next record that is not the last is
-    /// dropped instead.
+    /// The record is dropped. The record must not be the last of those that arrived together. If it is the last, a
+    /// later record is dropped instead.
     Drop,
     /// The record is sent twice.
     Double,
-    /// The record is sent after the next one. It is chosen as for [`Action::Drop`].
+    /// The record is sent after the next record. A record without a next one is skipped, as for [`Action::Drop`].
     Swap,
-    /// A bit of this byte changes, of the last byte if the record is shorter.
+    /// One bit of the byte at this index changes; if the record is shorter, of its last byte.
     Flip(usize),
 }
 
-/// A fault at a record. It happens once.
+/// A fault at one record. The fault occurs once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fault {
-    /// True from the destination to the source.
+    /// Direction of the record: true from the destination to the source.
     pub back: bool,
-    /// Records of this direction before it, of all connections together.
+    /// Number of earlier records in this direction, on all connections together.
     pub number: usize,
-    /// Effect.
+    /// Change that the proxy makes at the record.
     pub action: Action,
 }
 
-/// Log of the carried records.
+/// Number of records that passed, and whether the fault has occurred.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Log {
-    /// Records towards the destination.
+    /// Number of records from the source to the destination.
     pub forth: usize,
-    /// Records towards the source.
+    /// Number of records from the destination to the source.
     pub back: usize,
-    /// True if the fault has happened.
+    /// True if the fault has occurred.
     pub fired: bool,
 }
 
-/// The rule.
+/// Rule that counts TLS records, and damages one.
 #[derive(Debug, Default)]
 pub struct Records {
     fault: Option<Fault>,
@@ -55,7 +56,7 @@ pub struct Records {
 }
 
 impl Records {
-    /// Creates the rule. It counts, and applies `fault` when its record passes.
+    /// Creates the rule. It applies `fault` when the record of the fault passes; `None` only counts.
     #[must_use]
     pub fn new(fault: Option<Fault>) -> Self {
         Self {
@@ -64,7 +65,7 @@ impl Records {
         }
     }
 
-    /// Returns the log.
+    /// Returns the log of all records.
     #[must_use]
     pub fn into_log(self) -> Log {
         self.log
@@ -72,8 +73,8 @@ impl Records {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a record; returns the action on it. The last record that arrived has no record to swap with, and its loss would
-    /// go unnoticed.
+    /// Counts a record, and returns the change at this record. The last record that arrived is neither swapped nor
+    /// dropped: it has no next record, and its loss would not be noticed.
     fn note(&self, back: bool, is_last: bool) -> Option<Action> {
         let mut log = super::lock(&self.log);
         let count = if back { &mut log.back } else { &mut log.forth };
@@ -91,7 +92,7 @@ impl Records {
     }
 }
 
-/// Returns the length of the first record of `bytes`, if it is complete.
+/// Returns the length of the first record in `bytes`, with its header; `None` if the record is incomplete.
 fn record(bytes: &[u8]) -> Option<usize> {
     let header = bytes.first_chunk::<HEADER>()?;
     let length = HEADER + usize::from(u16::from_be_bytes([header[3], header[4]]));
@@ -99,7 +100,7 @@ fn record(bytes: &[u8]) -> Option<usize> {
 }
 
 impl Rule for Records {
-    /// A record that is sent after the next one.
+    /// A record that must be sent after the next one; empty if there is none.
     type Direction = Vec<u8>;
 
     fn apply(&self, late: &mut Vec<u8>, came: &mut Vec<u8>, flow: &Flow<'_>) -> Result<(), Stop> {

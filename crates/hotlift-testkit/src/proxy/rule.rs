@@ -1,25 +1,25 @@
-//! Rules for the bytes that a proxy carries.
+//! Rules of a proxy: they decide which bytes pass.
 
 use hotlift_wire::settle::QUESTION_MAGIC;
 
 use super::{Connection, Core, socket};
 
-/// Bytes of a multifd channel's first packet up to its number, after magic, version and UUID.
+/// Offset of the channel number in a multifd channel's first packet, after magic, version and UUID.
 const CHANNEL_NUMBER: usize = 24;
 
-/// Kind of a migration's connection, from its first bytes.
+/// Kind of a connection of a migration, identified by its first bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Socket {
     /// The main channel.
     Main,
-    /// A multifd channel, with its number.
+    /// A multifd channel, with the channel number.
     Channel(u8),
-    /// A query of a migration's outcome, without migration data.
+    /// A query of a migration's outcome. It carries no pages.
     Question,
 }
 
 impl Socket {
-    /// Returns the kind of a connection that begins with `first`; `None` if that takes more bytes.
+    /// Returns the kind of a connection that begins with `first`; `None` if more bytes are needed.
     #[must_use]
     pub fn of(first: &[u8]) -> Option<Self> {
         match first.first_chunk::<4>()? {
@@ -29,20 +29,21 @@ impl Socket {
         }
     }
 
-    /// With this many bytes [`Socket::of`] never returns `None`.
+    /// Number of bytes with which [`Socket::of`] never returns `None`.
     pub(super) const KNOWN_BY: usize = CHANNEL_NUMBER + 1;
 }
 
-/// Decides about the bytes of all connections of a proxy. Called by the thread of each direction.
+/// Decides which bytes of a proxy's connections pass. Each direction of a connection calls the rule from its own
+/// thread.
 pub trait Rule: Send + Sync + 'static {
-    /// State of one direction of one connection.
+    /// State of the rule for one direction of one connection.
     type Direction: Default;
 
-    /// Handles `came`, the received bytes neither passed nor dropped yet. Remaining bytes come again with the next ones, and
-    /// pass at the end of the direction.
+    /// Handles `came`: received bytes that were neither passed nor dropped yet. The rule removes bytes from `came`.
+    /// Remaining bytes are handled again when more arrive, and pass at the end of the direction.
     ///
     /// # Errors
-    /// The reason why nothing more of this direction passes.
+    /// The reason why no more bytes of this direction pass.
     fn apply(
         &self,
         direction: &mut Self::Direction,
@@ -51,20 +52,20 @@ pub trait Rule: Send + Sync + 'static {
     ) -> Result<(), Stop>;
 }
 
-/// Reason why nothing more of a direction passes.
+/// Reason why no more bytes of a direction pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
-    /// The connection ends, in order, in both directions.
+    /// Both directions of the connection end by FIN.
     Cut,
-    /// This direction ends. Later bytes are read and dropped, so that only its reader notices.
+    /// This direction ends. Later bytes are read and dropped, so only the reader of this direction notices.
     HalfCut,
-    /// Its reader is gone.
+    /// The reader of this direction has closed the connection.
     Gone,
     /// The proxy has ended the connection.
     Ended,
 }
 
-/// One direction of one connection.
+/// One direction of one connection, to which a rule writes.
 #[derive(Clone, Copy)]
 pub struct Flow<'a> {
     pub(super) core: &'a Core,
@@ -73,13 +74,13 @@ pub struct Flow<'a> {
 }
 
 impl Flow<'_> {
-    /// Returns true if the direction is from the server to the client.
+    /// Returns true for the direction from the server to the client.
     #[must_use]
     pub fn is_back(&self) -> bool {
         self.back
     }
 
-    /// Returns the kind of the connection, once its first bytes have arrived.
+    /// Returns the kind of the connection; `None` until its first bytes identify it.
     #[must_use]
     pub fn socket(&self) -> Option<Socket> {
         self.connection.socket.get().copied()
@@ -88,7 +89,7 @@ impl Flow<'_> {
     /// Writes `bytes` to the reader of this direction.
     ///
     /// # Errors
-    /// If the reader is gone, or the proxy ends the connection here.
+    /// If the reader has closed the connection, or the proxy ends the connection here.
     pub fn pass(&self, bytes: &[u8]) -> Result<(), Stop> {
         let allowed = match self.back {
             true => self.core.count(bytes.len()),
@@ -102,7 +103,7 @@ impl Flow<'_> {
         written.then_some(()).ok_or(Stop::Gone)
     }
 
-    /// Passes all of `came`.
+    /// Writes all bytes of `came` to the reader of this direction, and clears `came`.
     ///
     /// # Errors
     /// As for [`Flow::pass`].
@@ -112,13 +113,13 @@ impl Flow<'_> {
         Ok(())
     }
 
-    /// Waits until [`Proxy::release`](super::Proxy::release), or the end of the proxy.
+    /// Waits until [`Proxy::release`](super::Proxy::release) is called, or the proxy ends.
     pub fn hold(&self) {
         self.core.hold();
     }
 }
 
-/// Passes everything on arrival.
+/// Rule that passes all bytes unchanged as they arrive.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct AsTheyCome;
 

@@ -1,4 +1,4 @@
-//! The sockets of a proxy: listening, connecting, and ending a connection.
+//! The sockets of a proxy: listening, connecting, and ending connections.
 
 use std::io;
 use std::net::{TcpListener, TcpStream};
@@ -13,7 +13,7 @@ use rustix::net::{SendFlags, Shutdown, shutdown};
 use super::Ending;
 use crate::namespace::Namespace;
 
-/// Address where a proxy listens.
+/// Socket on which a proxy listens.
 pub(super) enum Listener {
     Unix(UnixListener),
     Tcp(TcpListener),
@@ -40,7 +40,7 @@ impl AsFd for Listener {
 /// Address that a proxy connects to.
 pub(super) enum Target {
     Unix(PathBuf),
-    /// In the given network namespace, or this process's.
+    /// Host and port. The network namespace is the given one, or that of this process.
     Tcp(String, u16, Option<Namespace>),
 }
 
@@ -65,21 +65,21 @@ fn of_tcp(stream: TcpStream) -> OwnedFd {
     stream.into()
 }
 
-/// Ends a connection for its peer. It may have ended by itself.
+/// Ends a connection with FIN or RST. Does nothing if the connection has already ended.
 pub(super) fn end(socket: &OwnedFd, how: Ending) {
     if how == Ending::Reset {
-        // Linux resets a connection that is dissolved this way. A UNIX socket has no reset.
+        // Linux sends RST when a connection is dissolved this way. A UNIX socket has no reset.
         let _ = rustix::net::connect_unspec(socket);
     }
     let _ = shutdown(socket, Shutdown::Both);
 }
 
-/// Ends the outgoing direction; keeps reading.
+/// Ends the outgoing direction of a connection. The incoming direction stays open.
 pub(super) fn end_half(socket: &OwnedFd) {
     let _ = shutdown(socket, Shutdown::Write);
 }
 
-/// Waits until `socket` has data or has ended; returns false once `ends` is readable and no data is there.
+/// Waits until `socket` has data or has ended. Returns false if `ends` is readable and `socket` has no data.
 pub(super) fn has_data(socket: &impl AsFd, ends: &OwnedFd) -> bool {
     let mut fds = [
         PollFd::new(socket, PollFlags::IN),
@@ -94,14 +94,14 @@ pub(super) fn has_data(socket: &impl AsFd, ends: &OwnedFd) -> bool {
     }
 }
 
-/// Returns true if the peer of a half-closed socket is closed in both directions.
+/// Returns true if the peer of a half-closed socket has closed both directions.
 pub(super) fn is_gone(socket: &OwnedFd) -> bool {
     let mut fds = [PollFd::new(socket, PollFlags::empty())];
     let polled = poll(&mut fds, Some(&Timespec::default()));
     polled.is_ok() && fds[0].revents().contains(PollFlags::HUP)
 }
 
-/// Writes all bytes; returns false if the reader is gone.
+/// Writes all bytes. Returns false if the reader has closed the connection.
 pub(super) fn write_all(to: &OwnedFd, mut bytes: &[u8]) -> bool {
     while !bytes.is_empty() {
         match rustix::net::send(to, bytes, SendFlags::NOSIGNAL) {

@@ -1,5 +1,5 @@
-//! Parses the stream between two Hotlifts into units (a record of the main channel, a packet header, an answer). Damages one of
-//! them, or cuts the connection there.
+//! Rule of a proxy that splits the stream between two Hotlifts into units: records of main, packet headers, and
+//! answers. It damages one unit, or cuts the connection there.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -11,65 +11,65 @@ use hotlift_wire::settle::CONFIRMATION_LEN;
 
 use super::rule::{Flow, Rule, Socket, Stop};
 
-/// First bytes of the source's message that it knows the outcome.
+/// First bytes of the message by which the source confirms that it knows the outcome.
 const CONFIRMATION: [u8; 4] = *b"HLOK";
 
-/// One unit on the wire.
+/// A unit of the stream: a record, a packet header, or an answer.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Unit {
-    /// `None` for data packets, which use any channel.
+    /// Connection of the unit; `None` for data packets, which may use any channel.
     pub socket: Option<Socket>,
-    /// True from the destination to the source.
+    /// Direction of the unit: true from the destination to the source.
     pub back: bool,
-    /// Kind, and index among its kind.
+    /// Kind of the unit, and its index among units of this kind.
     pub name: String,
 }
 
-/// Effect on a unit.
+/// Change that the proxy makes at a unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Changes bits of a byte.
     Flip {
-        /// Index; the last byte if the unit is shorter.
+        /// Index of the byte in the unit; if the unit is shorter, the last byte is changed.
         byte: usize,
-        /// The bits.
+        /// Bits to change.
         mask: u8,
     },
-    /// Both directions end before this byte.
+    /// Both directions end within the unit.
     Cut {
-        /// Bytes of the unit that pass.
+        /// Number of bytes of the unit that still pass.
         byte: usize,
     },
-    /// This direction ends before this byte, the other continues.
+    /// This direction ends within the unit; the opposite direction continues.
     HalfCut {
-        /// Bytes of the unit that pass.
+        /// Number of bytes of the unit that still pass.
         byte: usize,
     },
     /// This direction is held before the unit, until [`Proxy::release`](super::Proxy::release).
     Hold,
 }
 
-/// A fault at a unit. It happens once.
+/// A fault at one unit. The fault occurs once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
-    /// Unit.
+    /// The unit at which the fault occurs.
     pub unit: Unit,
-    /// Effect.
+    /// Change that the proxy makes at the unit.
     pub action: Action,
 }
 
-/// Log of the carried stream.
+/// Units and bytes that passed, and whether the fault has occurred.
 #[derive(Debug, Default)]
 pub struct Log {
-    /// Every unit with its length, in the order of their first bytes on each connection.
+    /// Every unit with its length in bytes, in the order in which the units begin on each connection.
     pub units: Vec<(Unit, usize)>,
-    /// Bytes towards the destination.
+    /// Number of bytes from the source to the destination.
     pub bytes: u64,
-    /// True if the fault has happened.
+    /// True if the fault has occurred.
     pub fired: bool,
 }
 
-/// The rule.
+/// Rule that records the units of a stream, and damages one.
 #[derive(Debug, Default)]
 pub struct Units {
     fault: Option<Fault>,
@@ -77,7 +77,7 @@ pub struct Units {
 }
 
 impl Units {
-    /// Creates the rule. It records, and applies `fault` when its unit passes.
+    /// Creates the rule. It applies `fault` when the unit of the fault passes; `None` only records.
     #[must_use]
     pub fn new(fault: Option<Fault>) -> Self {
         Self {
@@ -86,7 +86,7 @@ impl Units {
         }
     }
 
-    /// Returns the log.
+    /// Returns the log of all units.
     #[must_use]
     pub fn into_log(self) -> Log {
         self.log
@@ -94,7 +94,7 @@ impl Units {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records a unit; returns its action.
+    /// Records a unit of `length` bytes, and returns the change at this unit.
     fn note(&self, unit: Unit, length: usize) -> Option<Action> {
         let mut log = super::lock(&self.log);
         let here = self.fault.as_ref().filter(|fault| fault.unit == unit);
@@ -115,7 +115,7 @@ impl Rule for Units {
         flow: &Flow<'_>,
     ) -> Result<(), Stop> {
         let splitter = match (splitter, flow.is_back(), flow.socket()) {
-            // The connection does not belong to the migration.
+            // This connection does not belong to the migration.
             (_, _, Some(Socket::Question)) => return flow.pass_all(came),
             (Some(splitter), ..) => splitter,
             (none, true, _) => none.insert(Splitter::answers()),
@@ -127,7 +127,7 @@ impl Rule for Units {
         while let Some((name, length)) = splitter.next(&came[done..]) {
             let bytes = &mut came[done..done + length];
             done += length;
-            // Not part of the counted answers.
+            // Confirmations do not belong to the counted bytes.
             let is_counted = !flow.is_back() && !name.starts_with("confirmation");
             let unit = Unit {
                 socket: flow.socket().filter(|_| !name.starts_with("data")),
@@ -162,7 +162,7 @@ impl Rule for Units {
     }
 }
 
-/// Parser of the units of one direction.
+/// Splits the bytes of one direction into units.
 #[derive(Debug)]
 pub struct Splitter {
     kind: Kind,
@@ -172,7 +172,7 @@ pub struct Splitter {
 #[derive(Debug)]
 enum Kind {
     Main(Box<MainDecoder>),
-    /// With the SYNC packets so far, and the pending payload.
+    /// A multifd channel: the number of SYNC packets so far, and the length of the payload that follows.
     Channel {
         opened: bool,
         syncs: usize,
@@ -207,7 +207,7 @@ impl Splitter {
         Self::new(Kind::Answers)
     }
 
-    /// Returns name and length of the unit at the start of `bytes`, if it is complete.
+    /// Returns name and length of the unit at the start of `bytes`; `None` if the unit is incomplete.
     fn next(&mut self, bytes: &[u8]) -> Option<(String, usize)> {
         let (name, length) = match &mut self.kind {
             Kind::Main(decoder) => match decoder.next(bytes) {
@@ -229,7 +229,7 @@ impl Splitter {
                     *payload = 0;
                     (format!("data payload of round {syncs}"), length)
                 } else if bytes.starts_with(&CONFIRMATION) {
-                    // Sent by another thread than the packets: before or after the last SYNC.
+                    // Another thread sends this message, so it may come before or after the last SYNC.
                     bytes.get(..CONFIRMATION_LEN)?;
                     ("confirmation".to_owned(), CONFIRMATION_LEN)
                 } else {
