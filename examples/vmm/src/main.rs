@@ -5,7 +5,8 @@
 //! example-vmm send unix:/tmp/vm        runs a guest, and migrates it there
 //! ```
 //!
-//! Memory comes from vm-memory, the vCPU from kvm-ioctls. The engine only needs [`hotlift::guest::Guest`] of them.
+//! Memory comes from vm-memory, the vCPU from kvm-ioctls. The example implements [`hotlift::guest::Guest`] for them,
+//! which is all that the engine needs.
 
 #![allow(clippy::print_stdout)]
 
@@ -24,7 +25,8 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 const RAM_BYTES: usize = 64 << 20;
 const PROGRAM_AT: u64 = 0x1000;
 const COUNTER_AT: u64 = 0x2000;
-/// `inc dword [0x2000]; out 0x10, al; jmp` to the start, in real mode: each count ends in an exit to this VMM.
+/// Guest program in real mode: `inc dword [0x2000]; out 0x10, al; jmp` to the start. After each count, `out` exits to
+/// this VMM.
 const PROGRAM: [u8; 9] = [0x66, 0xff, 0x06, 0x00, 0x20, 0xe6, 0x10, 0xeb, 0xf7];
 
 struct Vmm {
@@ -34,7 +36,7 @@ struct Vmm {
     vcpu: Mutex<VcpuFd>,
     runs: Mutex<bool>,
     resumed: Condvar,
-    /// True if the memory has not been written since it was mapped.
+    /// True if no program was written to the memory: at a destination, all pages are still zero.
     is_fresh: bool,
 }
 
@@ -47,7 +49,7 @@ impl Vmm {
         let ram = ram_blocks_of(&memory)?.into_iter().map(Arc::new).collect();
         let vm = Kvm::new()?.create_vm()?;
         let vcpu = vm.create_vcpu(0)?;
-        // Real mode starts with its code segment at the end of the address space.
+        // The code segment of a reset vCPU is at the end of the address space. The program starts at segment 0 instead.
         let mut segments = vcpu.get_sregs()?;
         (segments.cs.base, segments.cs.selector) = (0, 0);
         vcpu.set_sregs(&segments)?;
@@ -65,7 +67,7 @@ impl Vmm {
         Ok(vmm)
     }
 
-    /// Registers the memory with KVM, with these flags.
+    /// Registers the guest's memory with KVM. `flags` are those of `KVM_SET_USER_MEMORY_REGION`.
     fn map(&self, flags: u32) -> Result<(), GuestError> {
         let address = self.memory.get_host_address(GuestAddress(0));
         let region = kvm_userspace_memory_region {
@@ -75,11 +77,11 @@ impl Vmm {
             memory_size: RAM_BYTES as u64,
             userspace_addr: address.map_err(failed("find its memory"))? as u64,
         };
-        // SAFETY: the mapping is RAM_BYTES long, and `memory` holds it for as long as the VM.
+        // SAFETY: the mapping is RAM_BYTES long, and `memory` keeps it mapped as long as the VM exists.
         unsafe { self.vm.set_user_memory_region(region) }.map_err(failed("map its memory"))
     }
 
-    /// Runs the vCPU, and waits while the guest is paused.
+    /// Runs the vCPU on the calling thread, and waits while the guest is paused.
     fn run_vcpu(&self) -> Result<(), kvm_ioctls::Error> {
         loop {
             let mut vcpu = lock(&self.vcpu);
@@ -97,7 +99,7 @@ impl Vmm {
         self.memory.read_obj(GuestAddress(COUNTER_AT))
     }
 
-    /// Waits until the guest's counter has grown by `steps`; returns the counter.
+    /// Waits until the guest's counter has increased by `steps`, and returns the counter.
     fn watch(&self, steps: u32) -> Result<u32, Box<dyn Error>> {
         let before = self.count()?;
         while self.count()? < before + steps {
@@ -141,16 +143,16 @@ impl Guest for Vmm {
         Ok(into.or_words(0, &log.map_err(failed("fetch its dirty log"))?))
     }
 
-    /// Does nothing: [`Guest::sync_dirty_log`] has already cleared the log that it fetched.
+    /// Does nothing, because [`Guest::sync_dirty_log`] has already cleared the fetched dirty log.
     fn clear_dirty_log(&self, _: usize, _: usize, _: usize) -> Result<(), GuestError> {
         Ok(())
     }
 
     fn pause(&self) -> Result<(), GuestError> {
         *lock(&self.runs) = false;
-        // The vCPU's thread holds the lock while the guest runs.
+        // While the guest runs, the vCPU's thread holds this lock.
         let mut vcpu = lock(&self.vcpu);
-        // KVM completes an exit for I/O, and advances past the instruction, at the next entry only.
+        // KVM completes an I/O exit only at the next entry, and only then advances past the instruction.
         vcpu.set_kvm_immediate_exit(1);
         let _ = vcpu.run();
         vcpu.set_kvm_immediate_exit(0);
@@ -163,7 +165,7 @@ impl Guest for Vmm {
         Ok(())
     }
 
-    /// Saves the only device, the vCPU. The program uses no register but the instruction pointer.
+    /// Saves the vCPU, the guest's only device. The program uses no register except the instruction pointer.
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {
         let regs = lock(&self.vcpu).get_regs();
         Ok(vec![DeviceState {
@@ -203,7 +205,7 @@ fn registers(rip: u64) -> kvm_regs {
     }
 }
 
-/// Returns a function that converts an error of `action` into the engine's error.
+/// Returns a function for `map_err` that makes an error of the engine from a failed `action`.
 fn failed<E: Error + Send + Sync + 'static>(action: &'static str) -> impl FnOnce(E) -> GuestError {
     move |error| GuestError::new(action, error)
 }

@@ -1,4 +1,4 @@
-//! The guest of the example continues in another process.
+//! Tests that the example's guest continues in another process after a migration.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Stdio};
@@ -13,7 +13,7 @@ fn start(role: &str, address: &str) -> (Child, BufReader<impl Read>) {
     (child, output)
 }
 
-/// Returns the number after `text` in the next line.
+/// Returns the number after `text` in the next line of `output`.
 fn number_in(output: &mut impl BufRead, text: &str) -> u32 {
     let mut line = String::new();
     output.read_line(&mut line).unwrap();
@@ -38,7 +38,8 @@ fn a_guest_counts_on_in_another_process() {
     let count = number_in(&mut received, "received, count ");
     assert!(source.wait().unwrap().success());
     assert!(destination.wait().unwrap().success());
-    // The destination waits for 1000 steps after the guest's arrival; a guest that was restarted would have no more.
+    // The source migrates after 1000 steps, and the destination waits for 1000 more. A guest that was restarted would
+    // not reach the sum.
     assert!(moved_at >= 1000, "{moved_at}");
     assert!(count >= moved_at + 1000, "{count} after {moved_at}");
 }
