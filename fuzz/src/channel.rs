@@ -1,4 +1,4 @@
-//! Headers of multifd channels.
+//! Fuzz targets for packet headers and opening packets of multifd channels.
 
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::{
@@ -8,11 +8,11 @@ use hotlift_wire::multifd::{
 
 use crate::memory::{at_the_end, bounded};
 
-/// Allocation limit: a header is a table of offsets, created once.
+/// Allocation limit in bytes. A header allocates only a table of page offsets, created once.
 const MEMORY: usize = 64 << 10;
 
-/// Decodes packet headers one after the other with one decoder, as a channel does. The first byte selects
-/// the rules, the second and third change one byte of the header that is encoded again.
+/// Decodes several packet headers with one decoder, as a channel does. The first byte selects the decoder's rules. The
+/// second and third bytes change one byte of the header when it is encoded again.
 pub fn packet(data: &[u8]) {
     let Some((&[rules, at, bits], data)) = data.split_first_chunk() else {
         return;
@@ -56,8 +56,8 @@ fn check(header: &PacketHeader, layout: PacketLayout, blocks: &[RamBlockEntry]) 
     }
 }
 
-/// Encodes a decoded header again, with a checksum: decoding must give the same header, or an error if a byte was
-/// changed.
+/// Encodes a decoded header again, with a checksum, and decodes the result. The headers must be equal. If a byte was
+/// changed, decoding must fail.
 fn written_again(
     header: &PacketHeader,
     layout: PacketLayout,
@@ -100,7 +100,7 @@ fn written_again(
     assert_eq!(again.payload_len(), header.payload_len());
     if bits != 0 {
         let length = bytes.len();
-        // All but the CRC of the payload, which is checked against the payload.
+        // Any byte except the payload's CRC, which only the payload can be compared with.
         let at = usize::from(at) % length;
         let crc_before = again.payload_crc();
         bytes[at] ^= bits;
@@ -113,7 +113,7 @@ fn written_again(
     }
 }
 
-/// Decodes a channel's opening packet; encoding it again must give the same bytes.
+/// Decodes a channel's opening packet. Encoding the result must give the same bytes.
 pub fn initial_packet(data: &[u8]) {
     let Some(packet) = data.first_chunk::<INITIAL_PACKET_LEN>() else {
         return;

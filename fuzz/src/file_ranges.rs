@@ -1,17 +1,17 @@
-//! Messages between the reader of a save file and its server.
+//! Fuzz target for messages between the reader of a save file and the file's server.
 
 use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Reply, VERSION};
 use hotlift_wire::{WireError, limits};
 
 use crate::memory::{at_the_end, bounded};
 
-/// Allocation limit: messages are read in place.
+/// Allocation limit in bytes. The decoder reads messages in place.
 const MEMORY: usize = 8 << 10;
 
-/// Longest message.
+/// Length of the longest message, in bytes.
 const LONGEST: usize = 64 + limits::FILE_TEXT;
 
-/// Decodes `data` as each of the messages; encoding a decoded message must give the same bytes.
+/// Decodes `data` as each kind of message. Encoding a decoded message must give the same bytes.
 pub fn messages(data: &[u8]) {
     at_the_end(data, |data| bounded(MEMORY, || read(data)));
 }
@@ -19,7 +19,7 @@ pub fn messages(data: &[u8]) {
 fn read(data: &[u8]) {
     let mut again = Vec::with_capacity(LONGEST);
     if let Some((open, length)) = checked(data, Open::decode(data)) {
-        // The content of another version's message is unknown.
+        // The format of another version's message is unknown, so its bytes cannot be compared.
         if open.version == VERSION {
             open.encode(&mut again).expect("it was read");
             assert_eq!(again, data[..length]);

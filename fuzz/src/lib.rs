@@ -1,4 +1,4 @@
-//! Functions of the fuzz targets. Each checks the guarantees of one decoder.
+//! Functions of the fuzz targets. Each function checks the guarantees of one decoder for any input.
 //!
 //! | file | decoder |
 //! |---|---|
@@ -24,7 +24,7 @@ pub mod return_path;
 pub mod save_file;
 pub mod tls_records;
 
-/// All targets, by the name of their program and their corpus.
+/// All fuzz targets: the name of the program and corpus, and the function that runs one input.
 pub const TARGETS: &[(&str, fn(&[u8]))] = &[
     ("compress", records::compress),
     ("file_ranges", file_ranges::messages),
@@ -47,7 +47,7 @@ pub const TARGETS: &[(&str, fn(&[u8]))] = &[
     ("zstd", |data| methods::decode("zstd", data)),
 ];
 
-/// Runs a target with one input.
+/// Runs the target `name` with one input.
 ///
 /// # Panics
 /// If a guarantee of the decoder is violated, or the target does not exist.

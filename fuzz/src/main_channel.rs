@@ -1,4 +1,4 @@
-//! The main channel.
+//! Fuzz targets for the main channel.
 
 use hotlift_wire::main_channel::postcopy::PostcopyCommand;
 use hotlift_wire::main_channel::{
@@ -9,15 +9,16 @@ use hotlift_wire::{PAGE_SIZE, limits};
 
 use crate::memory::{at_the_end, bounded};
 
-/// Returns the allocation limit for an input, in bytes: the decoder keeps names and numbers, and returns them again as values.
+/// Returns the allocation limit for an input, in bytes. The decoder keeps a copy of names and numbers, and returns a
+/// further copy.
 const fn memory(input: &[u8]) -> usize {
     (64 << 10) + 64 * input.len()
 }
 
 /// Decodes the input twice: as a whole, and in small pieces.
 ///
-/// The first byte selects the source of the devices' lengths: a prefix, or the description at the
-/// end of the input.
+/// The first byte selects how the lengths of device states are found: by prefixes, or by the VM description (JSON) at
+/// the end of the input.
 pub fn read(data: &[u8]) {
     let Some((&[first], data)) = data.split_first_chunk() else {
         return;
@@ -104,7 +105,7 @@ fn check(event: &MainEvent<'_>, decoder: &MainDecoder) {
     }
 }
 
-/// Decodes the stream after RAM: events between two Hotlifts, and the end of a QEMU's stream.
+/// Decodes the stream after RAM: device state between two Hotlifts, and the end of a QEMU's stream.
 pub fn tail(data: &[u8]) {
     at_the_end(data, |data| bounded(memory(data), || read_tail(data)));
 }
@@ -122,7 +123,7 @@ fn read_tail(data: &[u8]) {
             DeviceStateEvent::Eof => break,
         }
     }
-    // The end is found at the same place in pieces of any length.
+    // The end must be found at the same offset if the input arrives in two parts.
     let whole = EofSearch::default().find(data);
     let mut search = EofSearch::default();
     search.find(&data[..data.len() / 2]);

@@ -1,4 +1,4 @@
-//! QEMU's `mapped-ram` file.
+//! Fuzz target for QEMU's `mapped-ram` file.
 
 use hotlift_wire::limits;
 use hotlift_wire::main_channel::{MappedEvent, MappedRamDecoder, MappedStep};
@@ -9,8 +9,8 @@ const fn memory(input: &[u8]) -> usize {
     (64 << 10) + 64 * input.len()
 }
 
-/// Walks a file with the input as content, followed by zeros up to a length in MiB that the first two bytes
-/// give: a file of RAM is mostly a hole.
+/// Reads a file that begins with the input and continues with zeros. The first two bytes of the input give the file's
+/// length in MiB. Zeros are used because most of a RAM file is a hole.
 pub fn walk(data: &[u8]) {
     let Some((mib, data)) = data.split_first_chunk() else {
         return;
@@ -20,7 +20,7 @@ pub fn walk(data: &[u8]) {
 }
 
 fn read(data: &[u8], file_len: u64) {
-    /// Content of a hole.
+    /// Content of a hole in the file: zeros.
     static HOLE: [u8; limits::MAPPED_RAM_RECORD] = [0; limits::MAPPED_RAM_RECORD];
     let mut decoder = MappedRamDecoder::new(0, file_len);
     loop {

@@ -1,4 +1,4 @@
-//! Memory that makes a decoder's errors visible.
+//! Memory that reveals errors of a decoder: reads beyond the input, writes outside the pages, and large allocations.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::RefCell;
@@ -7,15 +7,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
 
-/// Longest input, in bytes. The fuzzer has the same limit.
+/// Maximum length of an input, in bytes; the fuzzer has the same limit.
 pub const INPUT_MAX: usize = 1 << 20;
 
-/// Calls `use_it` with a copy of `bytes` at the end of accessible memory: a read beyond them is a SIGSEGV.
+/// Calls `use_it` with a copy of `bytes` at the end of accessible memory. A read beyond the end causes SIGSEGV.
 pub fn at_the_end<T>(bytes: &[u8], use_it: impl FnOnce(&[u8]) -> T) -> T {
     thread_local! {
         static EDGE: RefCell<Vec<&'static mut [u8]>> = const { RefCell::new(Vec::new()) };
     }
-    // Calls nest, so each needs its own memory.
+    // Calls may be nested, so each call needs separate memory.
     let edge = EDGE.with_borrow_mut(Vec::pop).unwrap_or_else(edge);
     let (_, end) = edge.split_at_mut(INPUT_MAX - bytes.len());
     end.copy_from_slice(bytes);
@@ -27,8 +27,8 @@ pub fn at_the_end<T>(bytes: &[u8], use_it: impl FnOnce(&[u8]) -> T) -> T {
 fn edge() -> &'static mut [u8] {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     let size = INPUT_MAX + PAGE_SIZE;
-    // SAFETY: a new mapping at an address that the kernel chooses. Its last page becomes inaccessible
-    // before any reference to it exists, and only the returned slice refers to the rest.
+    // SAFETY: a new mapping at an address that the kernel chooses. Its last page becomes inaccessible before any
+    // reference to the mapping exists. Only the returned slice refers to the other pages.
     unsafe {
         let start = mmap_anonymous(std::ptr::null_mut(), size, access, MapFlags::PRIVATE);
         let start = start.expect("memory for the input").cast::<u8>();
@@ -42,36 +42,36 @@ fn edge() -> &'static mut [u8] {
     }
 }
 
-/// Value of every byte before a decoder writes.
+/// Value of every byte of guest memory before a decoder writes.
 const CANARY: u8 = 0xa5;
 
-/// Bytes of a page's first run in [`Order::Pieces`].
+/// Length of the first of two runs in each page, in bytes, for [`Order::Pieces`].
 const PIECE: usize = 1000;
 
-/// Maximum pages of a [`Place`].
+/// Maximum number of pages in a [`Place`].
 pub const PAGES_MAX: usize = 16;
 
-/// Guest memory with the pages of a packet in it, and canaries around them.
+/// Guest memory that contains the pages of a packet, surrounded by canary bytes that detect wrong writes.
 pub struct Place {
     block: RamBlock,
     all: Vec<u8>,
 }
 
-/// Layout of a packet's pages in memory.
+/// Layout of a packet's pages in guest memory. A run is a contiguous range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// One run.
+    /// All pages in one run.
     Whole,
     /// One run per page, in ascending order without gaps.
     Adjacent,
-    /// One run per page, in descending order, with an unused page between any two.
+    /// One run per page, in descending order, with an unused page between each two.
     Scattered,
-    /// As scattered, with two runs per page.
+    /// Two runs per page, in the order of [`Order::Scattered`].
     Pieces,
 }
 
 impl Order {
-    /// Returns the order that `byte` selects.
+    /// Returns the layout that `byte` selects.
     pub fn of(byte: u8) -> Self {
         [Self::Whole, Self::Adjacent, Self::Scattered, Self::Pieces][usize::from(byte % 4)]
     }
@@ -85,7 +85,7 @@ impl Order {
 }
 
 impl Place {
-    /// Calls `use_it` with the thread's only place.
+    /// Calls `use_it` with the only place of the calling thread.
     pub fn with<T>(use_it: impl FnOnce(&mut Self) -> T) -> T {
         thread_local! {
             static PLACE: RefCell<Option<Place>> = const { RefCell::new(None) };
@@ -103,8 +103,8 @@ impl Place {
         })
     }
 
-    /// Calls `decode` with runs of `pages` pages. Returns its result and the content of the pages.
-    /// Panics if a byte outside of them was written.
+    /// Calls `decode` with the runs of `pages` pages in the layout `order`. Returns the result of `decode`, and the
+    /// content of the pages. Panics if a byte outside the pages was written.
     pub fn decoded<T>(
         &mut self,
         pages: usize,
@@ -141,7 +141,7 @@ impl Place {
     }
 }
 
-/// Counts the allocations of Rust code. (The fuzzer's own memory limit covers allocations of C.)
+/// Counts the allocations of Rust code. The fuzzer's own memory limit covers allocations of C code.
 struct Counting;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -150,12 +150,12 @@ static LIMIT: AtomicUsize = AtomicUsize::new(usize::MAX);
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-// SAFETY: the system's allocator does all the work; the counters do not affect it.
+// SAFETY: the system's allocator does all the work, and the counters do not affect it.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let live = LIVE.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         if live > LIMIT.load(Ordering::Relaxed) {
-            // Printing the message allocates, too.
+            // Printing the error message also allocates.
             LIMIT.store(usize::MAX, Ordering::Relaxed);
             eprintln!(
                 "a decoder allocates {} bytes, beyond its limit",
@@ -174,7 +174,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Calls `decode`, and aborts the process if it holds more than `bytes` additional bytes at any time.
+/// Calls `decode`. Aborts the process if `decode` has more than `bytes` bytes allocated at any time.
 pub fn bounded<T>(bytes: usize, decode: impl FnOnce() -> T) -> T {
     LIMIT.store(LIVE.load(Ordering::Relaxed) + bytes, Ordering::Relaxed);
     let result = decode();

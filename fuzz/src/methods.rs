@@ -1,19 +1,20 @@
-//! Payloads of the methods.
+//! Fuzz targets for the payloads of compression methods.
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::{Accelerator, Decode, EncoderSettings, METHODS, MethodError, method};
 
 use crate::memory::{Order, PAGES_MAX, Place, at_the_end, bounded};
 
-/// Maximum bytes that a decoder may allocate: several times the largest packet here. The window of zstd is allocated in C, and
+/// Allocation limit of a decoder in bytes: several times the largest packet here. zstd's window is allocated in C, and
 /// not counted.
 const MEMORY: usize = 4 << 20;
 
-/// Maximum packets of an input: enough for a channel's state to matter, and fast.
+/// Maximum number of packets per input: enough to test state that a channel keeps between packets, and still fast.
 const PACKETS: usize = 4;
 
-/// Decodes packets: a byte for pages and order, then a be16 length before each payload. Two decoders decode all
-/// payloads, into pages in different places.
+/// Decodes several packets by the method `name`. The input is a byte for the number and layout of the pages, then a
+/// be16 length before each payload. Two decoders decode every payload into pages in different places, and must give
+/// equal results.
 pub fn decode(name: &str, data: &[u8]) {
     let Some((&[head], mut rest)) = data.split_first_chunk() else {
         return;
@@ -64,15 +65,16 @@ fn one(
     })
 }
 
-/// Number of a method's levels that [`round_trip`] tries, from the lowest. zstd's highest take tenths of a
-/// second for one packet.
+/// Number of levels that [`round_trip`] tries per method, from the lowest. The highest levels of zstd take tenths of a
+/// second per packet.
 const ROUND_TRIP_LEVELS: u8 = 9;
 
-/// Maximum pages of a packet in [`round_trip`].
+/// Maximum number of pages per packet in [`round_trip`].
 const ROUND_TRIP_PAGES: usize = 4;
 
-/// Encodes pages by any method and decodes them. The input is method, level, pages and order, then
-/// content that is repeated until the pages are full. Two packets, because some methods keep state.
+/// Encodes pages by any method, and decodes the result. The input is method, level, number of pages and layout, then
+/// content that is repeated until the pages are full. Encodes two packets, because some methods keep state between
+/// packets.
 pub fn round_trip(data: &[u8]) {
     let Some((&[which, level, shape], content)) = data.split_first_chunk() else {
         return;

@@ -1,4 +1,4 @@
-//! Page records of the main channel.
+//! Fuzz targets for page records of the main channel: XBZRLE deltas and `compress` pages.
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::compress::{Deflater, Inflater, LEVELS};
@@ -6,10 +6,11 @@ use hotlift_methods::legacy::xbzrle::{self, Delta};
 
 use crate::memory::{Order, Place, at_the_end, bounded};
 
-/// Allocation limit: decoders allocate nothing but their own state.
+/// Allocation limit in bytes. A decoder allocates only its own state.
 const MEMORY: usize = 1 << 20;
 
-/// Applies the input to a page, then encodes the result as our own delta and applies it to the same page.
+/// Applies the input as an XBZRLE delta to a page. Then encodes the change as Hotlift's own delta, which must produce
+/// the same page.
 pub fn xbzrle(data: &[u8]) {
     let mut old = [0; PAGE_SIZE];
     for (i, byte) in old.iter_mut().enumerate() {
@@ -35,7 +36,8 @@ pub fn xbzrle(data: &[u8]) {
     }
 }
 
-/// Inflates the input into a page; then deflates a page that is filled with it, at any level.
+/// Inflates the input into a page. Then deflates a page with the repeated input as content, at any level, and inflates
+/// it again.
 pub fn compress(data: &[u8]) {
     let mut inflater = Inflater::new().expect("an inflater");
     let mut inflate = |stream: &[u8]| {
@@ -47,7 +49,7 @@ pub fn compress(data: &[u8]) {
             })
         })
     };
-    // An error leaves the decoder usable.
+    // The result is ignored: the decoder must remain usable after an error.
     let _ = inflate(data);
 
     let level = data.first().map_or(1, |byte| byte % (LEVELS.end() + 1));

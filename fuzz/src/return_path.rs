@@ -1,14 +1,14 @@
-//! Messages from a destination to its source.
+//! Fuzz target for messages from a destination to its source (return path).
 
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{WireError, limits};
 
 use crate::memory::{at_the_end, bounded};
 
-/// Allocation limit: messages are read in place.
+/// Allocation limit in bytes. The decoder reads messages in place.
 const MEMORY: usize = 4 << 10;
 
-/// Decodes messages one after the other; encoding a decoded message must give the same bytes.
+/// Decodes a sequence of messages. Encoding a decoded message must give the same bytes.
 pub fn messages(data: &[u8]) {
     at_the_end(data, |data| bounded(MEMORY, || read(data)));
 }
@@ -21,7 +21,7 @@ fn read(mut rest: &[u8]) {
                 let mut again = Vec::with_capacity(length);
                 message.encode(&mut again).expect("a message that was read");
                 match message {
-                    // The content of another version's message is unknown.
+                    // The format of another version's message is unknown, so its bytes cannot be compared.
                     ReturnMessage::Hello { accepted: None, .. } => {
                         assert_eq!(again[4..8], rest[4..8]);
                     }

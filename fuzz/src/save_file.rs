@@ -1,4 +1,4 @@
-//! Hotlift's save file.
+//! Fuzz target for Hotlift's save file.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -11,11 +11,11 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::memory::bounded;
 
-/// Allocation limit: parts of a file, a block, its decoder, and a reserve.
+/// Allocation limit in bytes: parts of a file, one block, the block's decoder, and a reserve.
 const MEMORY: usize = 16 << 20;
 
-/// Reads a file with the input as content, up to its last page. If the first byte is odd, the checksums of the outermost parts
-/// are corrected first, because a fuzzer hardly ever finds a valid one.
+/// Reads a save file with the input as content, up to its last page. If the first byte is odd, the checksums of header
+/// and foot are corrected first, because a fuzzer rarely finds a valid checksum.
 pub fn read(data: &[u8]) {
     let Some((&[first], data)) = data.split_first_chunk() else {
         return;
@@ -36,7 +36,8 @@ pub fn read(data: &[u8]) {
     });
 }
 
-/// Corrects the checksums in the header and the foot. The seeds have correct checksums in the inner parts.
+/// Corrects the checksums in the header and the foot of a save file. Returns `None` if the file is too short for them.
+/// The seeds of the corpus have correct checksums in all other parts.
 fn mend(bytes: &mut [u8]) -> Option<()> {
     let be32 = |bytes: &[u8], at: usize| {
         let word = bytes.get(at..at + 4)?.try_into().ok()?;

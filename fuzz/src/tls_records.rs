@@ -1,19 +1,19 @@
-//! Input after a TLS handshake: arbitrary records, and sealed records with any content.
+//! Fuzz target for the input after a TLS handshake: arbitrary records, and sealed (encrypted) records with any content.
 
 use hotlift_tls::fixed::{End, ends, next_key, record};
 use hotlift_tls::{CONNECTION_MEMORY, RECORD_PLAINTEXT, RecordError};
 
 use crate::memory::bounded;
 
-/// Allocation limit: the buffers of one end; the sealed records are made before.
+/// Allocation limit in bytes: the buffers of one TLS endpoint. The sealed records are created before.
 const MEMORY: usize = CONNECTION_MEMORY + (16 << 10);
 
-/// Handshake messages KeyUpdate (RFC 8446, section 4.6.3). If a record holds exactly one of them, its sender then uses its next
-/// key.
+/// The two KeyUpdate handshake messages (RFC 8446, section 4.6.3). After a record with exactly one of these messages,
+/// its sender uses the next key.
 const KEY_UPDATES: [&[u8]; 2] = [&[24, 0, 0, 1, 0], &[24, 0, 0, 1, 1]];
 
-/// Reads records. The first byte selects the cipher, the reading end, and the kind of input: raw bytes, or for each
-/// record a type, a length and the content to seal.
+/// Reads TLS records. The first byte selects the cipher, the endpoint that reads, and the kind of input. The input is
+/// raw bytes, or a type, a length and the content of each record to seal.
 pub fn records(data: &[u8]) {
     let Some((&first, data)) = data.split_first() else {
         return;
@@ -37,7 +37,7 @@ pub fn records(data: &[u8]) {
     if !sealed.is_closed {
         assert!(whole.is_err(), "an end that nobody has said");
     }
-    // The same bytes, read in pieces of another length.
+    // The same bytes must give the same result if they are read in pieces of another length.
     let [client, server] = ends(usize::from(first % 3), 4);
     let mut again = if first & 4 == 0 { client } else { server };
     let again = read(&mut again, &sealed.bytes, first.wrapping_add(16));
@@ -47,12 +47,12 @@ pub fn records(data: &[u8]) {
 
 struct Sealed {
     bytes: Vec<u8>,
-    /// Bytes of application data in the records.
+    /// Number of bytes of application data in the records.
     data: usize,
     is_closed: bool,
 }
 
-/// Seals the records that `data` lists.
+/// Seals (encrypts) the records that `data` lists: type, length and content of each.
 fn seal(writer: &mut End, mut data: &[u8]) -> Sealed {
     let mut sealed = Sealed {
         bytes: Vec::new(),
@@ -79,7 +79,7 @@ fn seal(writer: &mut End, mut data: &[u8]) -> Sealed {
     sealed
 }
 
-/// Result of reading records.
+/// Result of reading records: the number of bytes of application data, and the error.
 struct Outcome {
     data: usize,
     error: Option<RecordError>,
@@ -91,7 +91,7 @@ impl Outcome {
     }
 }
 
-/// Reads `bytes`, in pieces of a length that depends on `pieces`.
+/// Reads all records in `bytes`. `pieces` determines the length of the pieces in which the bytes arrive.
 fn read(end: &mut End, bytes: &[u8], pieces: u8) -> Outcome {
     let piece = 1 + 777 * usize::from(pieces >> 4);
     bounded(MEMORY, || {
@@ -113,7 +113,7 @@ fn read(end: &mut End, bytes: &[u8], pieces: u8) -> Outcome {
     })
 }
 
-/// Returns at most that number of bytes per read.
+/// A reader that returns at most the given number of bytes per read.
 struct Pieces<'a>(&'a [u8], usize);
 
 impl std::io::Read for Pieces<'_> {
