@@ -1,4 +1,5 @@
-//! With any behaviour of the accelerator, every page is restored. Its work is reported, and the CPU does its failed jobs.
+//! Tests that every page is restored, whatever the accelerator does. Reports show the accelerator's work, and the CPU
+//! repeats jobs that failed.
 
 #[path = "support/simulated.rs"]
 mod simulated;

@@ -1,4 +1,4 @@
-//! Guarantees of the model of a device, descriptor by descriptor.
+//! Tests the guarantees of the simulated device, one descriptor (job) at a time.
 
 use hotlift_accel::idxd::descriptor::Descriptor;
 use hotlift_accel::idxd::model::{Behaviour, Model};

@@ -1,4 +1,5 @@
-//! With the vendors' libraries but no device everything runs on the CPU, with the reason.
+//! Tests that all work runs on the CPU if the vendors' libraries are installed without a device. The report gives the
+//! reason.
 
 #[path = "support/simulated.rs"]
 mod simulated;

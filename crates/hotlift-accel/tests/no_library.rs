@@ -1,4 +1,4 @@
-//! Without the vendors' libraries everything runs on the CPU, with the reason.
+//! Tests that all work runs on the CPU if the vendors' libraries are missing. The report gives the reason.
 
 #[path = "support/simulated.rs"]
 mod simulated;

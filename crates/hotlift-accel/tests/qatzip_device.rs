@@ -1,4 +1,4 @@
-//! qatzip on a (simulated) QAT: peculiarities of libqatzip's sessions.
+//! Tests method qatzip on a simulated QAT device: special properties of libqatzip's sessions.
 
 #[path = "support/simulated.rs"]
 mod simulated;

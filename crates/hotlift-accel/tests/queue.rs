@@ -1,4 +1,5 @@
-//! Unusable queues are reported before any submission. The tree is artificial, its nodes are plain files.
+//! Tests that unusable work queues are reported before any job is submitted. The sysfs tree is artificial, and its
+//! device nodes are plain files.
 
 use std::fs;
 use std::path::Path;

@@ -1,7 +1,8 @@
-//! The vendors' own libraries, working in software. They read our output, we read theirs, and they accept the calls that a
-//! device gets.
+//! Tests the vendors' own libraries, which do the work in software. The libraries read Hotlift's output, and Hotlift
+//! reads theirs. They also accept the calls that Hotlift makes for a device.
 //!
-//! `HOTLIFT_VENDOR_LIBRARIES` names the directory that `scripts/accelerator-libraries` prints; without it the tests do nothing.
+//! `HOTLIFT_VENDOR_LIBRARIES` names the directory that `scripts/accelerator-libraries` prints. Without the variable,
+//! the tests do nothing.
 
 #[path = "../../hotlift-methods/tests/support/packets.rs"]
 mod support;

@@ -1,9 +1,12 @@
-//! Submission and completion under a random scheduler: no batch is lost, none is returned twice, no thread waits forever,
-//! however the threads of channels, device and completion interleave.
+//! Tests submission and completion of batches under a random thread scheduler. In every order of the threads:
 //!
-//! The files below are those of the crate, compiled again with shuttle's locks and threads instead of the system's; releases
-//! are unaffected. A failure prints its seed; `SHUTTLE_RANDOM_SEED=N cargo test -p hotlift-accel --test schedules` runs that
-//! schedule again, and `HOTLIFT_SCHEDULES=N` draws `N` schedules.
+//! - no batch is lost,
+//! - no batch is returned twice,
+//! - no thread waits forever.
+//!
+//! The modules below are files of the crate, compiled again with the locks and threads of the crate shuttle. Releases
+//! are unaffected. A failed test prints its seed. `SHUTTLE_RANDOM_SEED=N cargo test -p hotlift-accel --test schedules`
+//! runs that order again, and `HOTLIFT_SCHEDULES=N` tries `N` orders.
 
 #![allow(
     dead_code,

@@ -1,4 +1,4 @@
-//! Artificial trees of sysfs, read as devices and queues.
+//! Tests that devices and work queues are read correctly from artificial sysfs trees.
 
 use std::fs;
 use std::path::Path;

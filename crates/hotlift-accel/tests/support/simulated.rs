@@ -1,6 +1,6 @@
-//! The simulated accelerators: the library of `hotlift-simulated`, opened instead of the vendors'.
+//! Opens the simulated accelerators: the library of `hotlift-simulated` instead of the vendors' libraries.
 //!
-//! Cargo builds it because the package is a dependency of the tests, and puts it beside them.
+//! Cargo builds this library because the package is a dependency of the tests, and puts it into the same folder.
 #![allow(dead_code)]
 
 use std::ffi::{CString, c_char, c_int};

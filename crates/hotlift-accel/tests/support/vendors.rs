@@ -1,6 +1,7 @@
-//! The vendors' own libraries, from the directory that `scripts/accelerator-libraries` prints.
+//! Opens the vendors' own libraries, from the directory that `scripts/accelerator-libraries` prints.
 //!
-//! libqpl requires a newer C library than Debian 12 has, so its tests run again under the loader of that directory.
+//! libqpl requires a newer C library than Debian 12 has. Its tests therefore run again under the dynamic loader of that
+//! directory.
 #![allow(dead_code)]
 
 use std::path::PathBuf;

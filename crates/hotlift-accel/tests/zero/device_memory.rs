@@ -1,4 +1,4 @@
-//! Memory that a device may write to is not reused until it has answered.
+//! Tests that memory to which a device may write is not reused before the device has answered.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Zero pages by devices: with any behaviour of theirs, every page gets the right answer once.
+//! Tests zero page detection by devices: every page gets the correct result once, whatever the devices do.
 
 mod device_memory;
 mod panics;

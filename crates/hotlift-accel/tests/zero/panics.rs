@@ -1,4 +1,4 @@
-//! A thread that panics leaves no other thread waiting.
+//! Tests that a panic of one thread does not leave another thread waiting.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, Receiver, Sender};

@@ -1,4 +1,4 @@
-//! Batches, devices and threads that the tests share.
+//! Creates the batches, devices and threads that several tests use.
 
 use std::io;
 use std::sync::Arc;
