@@ -1,4 +1,4 @@
-//! The example configuration of the packages is the documentation of every key.
+//! Tests that the example configuration in the packages documents every key of the agent.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! Files that the packages install for the agent match it.
+//! Tests that the files that packages install for the agent match the agent's code.
 
 use std::path::Path;
 
