@@ -1,4 +1,4 @@
-//! Tests of `hotlift-bench` as a user runs it: small, and never for speed.
+//! Tests `hotlift-bench` as a user runs it. The runs are small, and their speed is not checked.
 
 use std::path::Path;
 use std::process::Command;
