@@ -1,4 +1,5 @@
-//! `hotlift accel` on this host, and on simulated ones: one for each part that can be missing.
+//! Tests `hotlift accel` on this host and on simulated hosts. Each simulated host lacks one part that an accelerator
+//! needs.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};

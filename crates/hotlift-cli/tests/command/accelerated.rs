@@ -1,4 +1,5 @@
-//! Methods on accelerators: reports name the engine that ran, and a failing device costs no page. The devices are simulated.
+//! Tests methods on simulated accelerators. Reports name the engine that did the work, and a failing device loses no
+//! page.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! `hotlift advise` on this host, and on simulated ones.
+//! Tests `hotlift advise` on this host and on simulated hosts.
 
 use serde_json::Value;
 

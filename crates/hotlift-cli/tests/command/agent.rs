@@ -1,4 +1,4 @@
-//! `hotlift agent` without a running agent.
+//! Tests the commands `hotlift agent` while no agent is running.
 
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! `hotlift certs`: the files that it creates, and its output about existing ones.
+//! Tests `hotlift certs`: the files that it creates, and its output if files exist already.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -1,4 +1,4 @@
-//! `hotlift demo`, as a user runs it.
+//! Tests `hotlift demo` as a user runs it.
 
 use crate::hotlift::{Hotlift, errors};
 use hotlift_methods::{AUTO, METHODS};

@@ -1,4 +1,4 @@
-//! `hotlift drain`: the chosen domain, and the report of a failed move.
+//! Tests `hotlift drain`: the domain it selects, and its report of a failed move.
 
 use crate::scripted_virsh::{HERE, Hosts};
 

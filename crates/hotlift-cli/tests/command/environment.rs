@@ -1,4 +1,4 @@
-//! A command with file capabilities, run by an unprivileged user: no code of that user gets these capabilities.
+//! Tests a command with file capabilities that an unprivileged user runs: no code of this user gets the capabilities.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

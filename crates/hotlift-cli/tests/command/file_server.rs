@@ -1,4 +1,4 @@
-//! `serve --files` and its clients, without a VM.
+//! Tests `serve --files` and its clients, without a VM.
 
 use std::fs;
 use std::io::{Read, Write};

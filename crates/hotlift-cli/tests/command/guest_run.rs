@@ -1,4 +1,4 @@
-//! `hotlift guest run` in two processes, and the state after one of them ends.
+//! Tests `hotlift guest run` in two processes, and the state of the guest after one process has ended.
 
 use crate::hotlift::{Hotlift, Running, errors};
 use rustix::process::Signal;

@@ -1,4 +1,4 @@
-//! The help of commands, and their errors for options of other commands.
+//! Tests the help of all commands, and the errors for an option that belongs to another command.
 
 use hotlift::options::{OPTIONS, Role};
 

@@ -1,4 +1,4 @@
-//! The steps of the published documents, typed at the monitors of two built-in guests.
+//! Types the steps of the published documents at the monitors of two built-in guests.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

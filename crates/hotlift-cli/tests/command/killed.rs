@@ -1,4 +1,4 @@
-//! A process that is killed in the last round, or while its children are running.
+//! Tests a process that is killed in the last round, or while its child processes run.
 
 use std::fs;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! A link that loses the destination's last message.
+//! Tests a migration over a link that loses the destination's last message.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};

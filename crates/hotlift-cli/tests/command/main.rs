@@ -1,4 +1,4 @@
-//! The command as a user runs it: processes, signals, exit codes, files left behind.
+//! Tests the `hotlift` command as a user runs it: processes, signals, exit codes, and files that remain.
 
 #![allow(
     clippy::print_stdout,

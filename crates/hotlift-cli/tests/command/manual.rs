@@ -1,4 +1,4 @@
-//! Manual pages and shell completions.
+//! Tests the manual pages and shell completions.
 
 use std::fs;
 use std::path::Path;

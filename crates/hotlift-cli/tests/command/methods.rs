@@ -1,4 +1,4 @@
-//! `hotlift methods`: the list, and the measurement with a memory.
+//! Tests `hotlift methods`: the list of methods, and the measurement of methods on given memory content.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -1,4 +1,4 @@
-//! The commands that control QEMUs, where no QEMU is needed: flags, addresses, hostile peers, signals.
+//! Tests the commands that control QEMUs, as far as no QEMU is needed: flags, addresses, hostile peers, signals.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};

@@ -1,4 +1,4 @@
-//! A built-in guest that is saved, and runs from its file before its pages are loaded.
+//! Tests a built-in guest that is saved to a file, and then runs before its pages are loaded from the file.
 
 use std::thread;
 use std::time::{Duration, Instant};

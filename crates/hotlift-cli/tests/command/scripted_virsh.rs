@@ -1,6 +1,8 @@
-//! A `virsh` that is a script: domains are folders, a host is a folder of them, and a migration moves one.
+//! A shell script that replaces `virsh`. A domain is a folder, a host is a folder of domains, and a migration moves a
+//! domain's folder.
 //!
-//! It finds domains like virsh: by ID, by UUID, then by name. Tests add other behaviour as lines of the shell.
+//! Like virsh, the script finds domains by ID, then by UUID, then by name. Tests add other behaviour as lines of shell
+//! code.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;

@@ -1,4 +1,5 @@
-//! A guest in doubt, which may run at its destination: kept, and settled manually.
+//! Tests a guest in doubt (it may run at the destination): the source keeps the guest, and the operator settles it
+//! manually.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -1,4 +1,4 @@
-//! Output of a command on a terminal.
+//! Tests the output of commands on a terminal.
 
 use std::fs::File;
 use std::io::Read;

@@ -1,4 +1,4 @@
-//! A reader that goes away or stops reading a command's output does not affect its work.
+//! Tests that a command continues its work if the reader of its output closes the pipe or stops reading.
 
 use std::fs::File;
 use std::process::{Child, Command, ExitStatus, Stdio};

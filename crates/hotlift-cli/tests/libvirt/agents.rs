@@ -1,4 +1,4 @@
-//! The agents of the two hosts, which leave nothing behind.
+//! Runs an agent on each of the two hosts, and checks that the agents leave no file or rule.
 
 use std::fs;
 

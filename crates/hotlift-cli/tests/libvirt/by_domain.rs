@@ -1,4 +1,4 @@
-//! `hotlift migrate --domain`: without any rule, through the destination's agent alone.
+//! Tests `hotlift migrate --domain`. It uses only the destination's agent, and no firewall rule.
 
 use hotlift_testkit::libvirt::{Domain, Host, Hosts};
 use hotlift_testkit::namespace::End;

@@ -1,4 +1,4 @@
-//! Every kind of libvirt migration, through the agents of both hosts.
+//! Tests every kind of libvirt migration through the agents of both hosts.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

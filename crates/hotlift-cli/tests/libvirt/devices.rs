@@ -1,4 +1,4 @@
-//! Domains with memory and devices of each kind that libvirt 9.0 defines, and a microvm.
+//! Tests domains with memory and devices of each kind that libvirt 9.0 defines, and a microvm.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;

@@ -1,4 +1,4 @@
-//! `hotlift drain`: a plan, its order, failures, and the repeated command.
+//! Tests `hotlift drain`: the plan, its order, failures, and a repeated command.
 
 use hotlift_testkit::libvirt::{Domain, Hosts};
 use hotlift_testkit::namespace::End;

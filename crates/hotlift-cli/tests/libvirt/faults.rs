@@ -1,4 +1,5 @@
-//! Faults while the agents carry a migration: exactly one intact guest runs, and nothing is left.
+//! Tests faults during a migration through the agents. Afterwards exactly one intact guest runs, and nothing remains to
+//! clean up.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Domains of libvirt that move between two hosts. Needs root, KVM and libvirt.
+//! Tests libvirt domains that migrate between two hosts. Needs root, KVM and libvirt.
 //!
 //! | file | subject |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! The destination's libvirtd through `qemu+ssh`, as an operator names it.
+//! Tests migrations to a libvirtd with a `qemu+ssh` URI, as operators use it.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

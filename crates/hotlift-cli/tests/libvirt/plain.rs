@@ -1,4 +1,4 @@
-//! libvirt alone.
+//! Tests libvirt migrations without Hotlift, which validates the hosts of these tests.
 
 use hotlift_testkit::libvirt::Disk;
 use hotlift_testkit::namespace::End;

@@ -1,4 +1,5 @@
-//! The same script to QEMU 10.0 and to Hotlift: `docs/qmp-differences.md` lists exactly the differences.
+//! Sends the same script to QEMU 10.0 and to Hotlift. `docs/qmp-differences.md` must list exactly the differences in
+//! the answers.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! A monitor never creates a second running copy of a guest.
+//! Tests that a monitor command never makes a guest run on both sides.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! The same lines to the human monitors of QEMU 10.0 and of Hotlift.
+//! Sends the same lines to the human monitors of QEMU 10.0 and of Hotlift.
 
 use hotlift_testkit::qemu::Release;
 use serde_json::json;

@@ -1,4 +1,4 @@
-//! A Hotlift or a QEMU with a small machine and a QMP socket, killed on drop.
+//! A Hotlift or QEMU process with a small machine and a QMP socket, killed on drop.
 
 use std::process::Command;
 use std::time::{Duration, Instant};

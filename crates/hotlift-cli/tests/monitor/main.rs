@@ -1,4 +1,4 @@
-//! Monitors as their clients see them: QMP of a built-in guest, of a relay, and next to QEMU 10.0's.
+//! Tests monitors as clients use them: QMP of a built-in guest and of a relay, and a comparison with QEMU 10.0.
 
 mod compared;
 mod guest_in_doubt;

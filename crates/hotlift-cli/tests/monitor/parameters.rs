@@ -1,4 +1,4 @@
-//! Parameters during a migration, and parameters that QEMU does not have.
+//! Tests changes of parameters during a migration, and parameters that QEMU does not have.
 
 use serde_json::{Value, json};
 

@@ -1,4 +1,4 @@
-//! Python's own client, `qemu.qmp`, drives a migration.
+//! Tests a migration that the Python client `qemu.qmp` controls.
 
 use std::path::PathBuf;
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! A relay beside a QEMU, watched, paced and cancelled over QMP.
+//! Tests a relay next to a QEMU over QMP: queries, bandwidth limits and cancel.
 
 use hotlift_qmp::{Client, QmpAddress};
 use hotlift_testkit::qemu::Release;

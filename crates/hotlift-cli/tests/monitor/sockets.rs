@@ -1,4 +1,4 @@
-//! Access control of a monitor, and the limits of a client's influence on a migration.
+//! Tests the access control of a monitor socket, and the limits of what a client can do to a migration.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};

@@ -1,4 +1,5 @@
-//! Two hosts with an agent each, as network namespaces. QEMUs without knowledge of the agents migrate between them.
+//! Tests two hosts with an agent each, as network namespaces. QEMUs that do not know the agents migrate between the
+//! hosts.
 
 use std::fs;
 use std::io::{Read, Write};

@@ -1,4 +1,4 @@
-//! The nftables table of an agent: the receiver of redirected connections, and the lifetime of the table.
+//! Tests the nftables table of an agent: where connections are redirected to, and when the table is loaded and removed.
 
 use std::fs;
 use std::io::{self, ErrorKind, Read, Write};

@@ -1,4 +1,4 @@
-//! One machine that moves back and forth through the same relays.
+//! Tests a machine that migrates back and forth through the same relays.
 
 use std::fs;
 

@@ -1,4 +1,4 @@
-//! The clock of a restored guest: its reported delay, and its correction by the guest agent.
+//! Tests the clock of a restored guest: the reported delay, and the correction by QEMU's guest agent.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;

@@ -1,4 +1,4 @@
-//! A started QEMU that may have its guest keeps running, whatever happens to the command that started it.
+//! Tests that a QEMU that may have its guest keeps running, whatever happens to the command that started the QEMU.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};

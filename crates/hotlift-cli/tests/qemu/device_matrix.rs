@@ -1,6 +1,8 @@
-//! Machines with each kind of memory and device, in each QEMU, by each transport of Hotlift; memory is compared.
+//! Tests machines with each kind of memory and device, in each QEMU, by each transport of Hotlift. The guests' memory
+//! is compared.
 //!
-//! The guest uses no device. The stream contains the device nevertheless: a RAM block, a section before RAM, device sections.
+//! The guest uses no device. The stream nevertheless contains the device: a RAM block, a section before RAM, or device
+//! sections.
 
 use std::fmt;
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! QEMU's own compression, on either side of a relay.
+//! Tests QEMU's own compression on either side of a relay.
 
 use serde_json::json;
 

@@ -1,4 +1,4 @@
-//! QEMU to QEMU without relays: validates the test harness.
+//! Tests migrations from QEMU to QEMU without relays, which validates the test harness.
 
 use crate::guest::Guest;
 use crate::need;

@@ -1,4 +1,5 @@
-//! The downtime limit of QEMU during a migration: begins low, rises as far as needed, and is restored.
+//! Tests the downtime limit that Hotlift sets in QEMU during a migration: it begins low, increases as far as needed,
+//! and is restored.
 
 use std::sync::Arc;
 use std::time::Duration;

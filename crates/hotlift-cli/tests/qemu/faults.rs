@@ -1,5 +1,8 @@
-//! Any process killed or connection cut, at any time: the guest runs on exactly one side, the QEMUs report the cause, and
-//! nothing is left behind.
+//! Kills any process or cuts any connection, at any time. Afterwards:
+//!
+//! - the guest runs on exactly one side,
+//! - the QEMUs report the cause,
+//! - no process, file or socket remains.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,4 +1,4 @@
-//! Machines that are saved to a file and restored: Hotlift's own format, and QEMU's `mapped-ram`.
+//! Tests machines that are saved to a file and restored, in Hotlift's own format and in QEMU's `mapped-ram`.
 
 use std::fs;
 use std::os::unix::fs::FileExt;

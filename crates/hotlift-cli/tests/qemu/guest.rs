@@ -1,4 +1,5 @@
-//! The guests: Hotlift's own program, which any VMM runs, and a Linux. Both write, count, and check their writes.
+//! The guests of the tests: Hotlift's guest program, which any VMM runs, and a Linux. Each guest writes, counts its
+//! writes, and checks them.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -1,4 +1,4 @@
-//! Waiting processes sleep until an event.
+//! Tests that waiting processes sleep until an event, and do not poll.
 
 use std::io::Write;
 use std::net::TcpListener;

@@ -1,4 +1,4 @@
-//! Machines with more device state than a relay may hold in memory.
+//! Tests machines with more device state than a relay may keep in memory.
 
 use serde_json::json;
 

@@ -1,4 +1,4 @@
-//! Guests that run before their pages are loaded.
+//! Tests lazy restores: guests run before their pages are loaded.
 
 use std::path::Path;
 

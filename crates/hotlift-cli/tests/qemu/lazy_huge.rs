@@ -1,4 +1,4 @@
-//! Guests that run before their pages are loaded, in RAM of huge pages.
+//! Tests lazy restores (guests run before their pages are loaded) in RAM of huge pages.
 
 use std::fs;
 use std::path::Path;

@@ -1,7 +1,7 @@
-//! Guests that run before their pages are loaded, in machines with several vCPUs and virtio devices. In addition to the vCPU
-//! that runs the guest, QEMU's own threads access missing pages.
+//! Tests lazy restores (guests run before their pages are loaded) of machines with several vCPUs and virtio devices.
+//! QEMU's own threads also access missing pages, in addition to the vCPU that runs the guest.
 //!
-//! The program runs on the first of eight vCPUs, the others wait to be started; a Linux uses all.
+//! The guest program runs on the first of eight vCPUs, and the others are not started. A Linux uses all vCPUs.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};

@@ -1,4 +1,4 @@
-//! Pages that a guest waits for, on a separate connection.
+//! Tests the separate connection for pages that a guest waits for (postcopy-preempt).
 
 use std::io;
 use std::net::Shutdown;

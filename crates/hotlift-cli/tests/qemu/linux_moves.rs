@@ -1,4 +1,4 @@
-//! A Linux moves through a sequence of QEMUs.
+//! Tests a Linux that migrates through a sequence of QEMUs.
 
 use crate::guest::Guest;
 use crate::need;

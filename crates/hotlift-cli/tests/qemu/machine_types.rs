@@ -1,4 +1,4 @@
-//! Machine types whose names show no version of QEMU, and those up to 2.3, whose streams have no name.
+//! Tests machine types whose names show no version of QEMU, and types up to 2.3, whose streams contain no machine type.
 
 use std::path::Path;
 use std::sync::Arc;

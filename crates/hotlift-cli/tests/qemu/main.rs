@@ -1,4 +1,4 @@
-//! Real QEMUs, and real virtual machines that move from one to another through `hotlift`.
+//! Tests real virtual machines that migrate between real QEMUs through `hotlift`.
 //!
 //! | file | subject |
 //! |---|---|

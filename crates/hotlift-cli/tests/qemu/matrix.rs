@@ -1,5 +1,5 @@
-//! Machines that move through two relays, with the possible settings of QEMUs and relays: a selection that covers each pair of
-//! settings, or all combinations on request.
+//! Tests machines that migrate through two relays, with the settings of QEMUs and relays. By default, a selection of
+//! settings covers every pair. On request, all combinations run.
 
 use std::any::Any;
 use std::collections::HashSet;

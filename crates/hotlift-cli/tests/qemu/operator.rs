@@ -1,4 +1,4 @@
-//! The operator's commands: `migrate` and `serve`, `save` and `restore`.
+//! Tests the operator's commands: `migrate` and `serve`, `save` and `restore`.
 
 use std::fs;
 use std::sync::Arc;

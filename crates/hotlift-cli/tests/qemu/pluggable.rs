@@ -1,4 +1,5 @@
-//! A Linux with memory plugged by virtio-mem: it moves between QEMUs by each transport, with exactly that memory.
+//! Tests a Linux with memory plugged by virtio-mem. It migrates between QEMUs by each transport, and keeps exactly this
+//! memory.
 
 use std::fmt;
 use std::fs;

@@ -1,5 +1,5 @@
-//! Postcopy through relays. At the switchover most pages are still at the source; the guest fetches each that it touches, and
-//! the others follow compressed.
+//! Tests postcopy through relays. Most pages are still at the source at the switchover. The guest requests each page
+//! that it touches, and all other pages follow compressed.
 
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
-//! Differences of both VMs: refused, reported or printed before the first page.
+//! Tests that differences between the two VMs are detected before the first page. Each difference is rejected, reported
+//! or printed.
 
 use std::fs;
 use std::io::ErrorKind;

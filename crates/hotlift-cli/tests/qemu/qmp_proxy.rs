@@ -1,5 +1,5 @@
-//! A proxy between a command and the QEMU that it starts: it becomes silent on QMP, or holds back the end of the migration's
-//! stream.
+//! A proxy between a command and the QEMU that the command starts. The proxy can stop answering on QMP, or hold back
+//! the end of the migration stream.
 
 use std::fs;
 use std::os::unix::net::UnixStream;

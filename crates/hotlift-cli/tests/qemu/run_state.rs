@@ -1,5 +1,9 @@
-//! A guest's run state is the same before and after, as both QEMUs report it: with a disk that the destination cannot lock,
-//! with `-S`, and paused; also if the final message of `serve` is lost.
+//! Tests that both QEMUs report the same run state of the guest, before and after a migration. Among the cases are:
+//!
+//! - a disk that the destination cannot lock,
+//! - a destination started with `-S`,
+//! - a paused guest,
+//! - a lost final message of `serve`.
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};

@@ -1,4 +1,4 @@
-//! Damaged files, and guests that run without the damaged pages.
+//! Tests damaged save files, and guests that run without the damaged pages.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! Capabilities and parameters of QEMU: refused, changed for a command, and restored after it.
+//! Tests capabilities and parameters of QEMU: which are rejected, which a command changes, and that the command
+//! restores them.
 
 use std::fs;
 use std::path::Path;

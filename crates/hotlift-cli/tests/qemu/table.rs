@@ -1,4 +1,4 @@
-//! `docs/qemu-compatibility.md` is generated from the moves in the tests, so that it matches them exactly.
+//! Generates `docs/qemu-compatibility.md` from the migrations in the tests, so that the page matches the tests exactly.
 
 use std::fmt::Write;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! TLS between relays, of 'migrate' and 'serve', and of QEMUs with their own TLS.
+//! Tests TLS between relays, between `migrate` and `serve`, and of QEMUs that use TLS themselves.
 
 use std::path::{Path, PathBuf};
 

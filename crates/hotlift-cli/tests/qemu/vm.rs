@@ -1,4 +1,4 @@
-//! A QEMU with one of the test guests, controlled by QMP and killed on drop.
+//! A QEMU process with one of the test guests. It is controlled over QMP, and killed on drop.
 
 use std::fs;
 use std::path::{Path, PathBuf};

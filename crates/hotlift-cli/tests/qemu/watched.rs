@@ -1,4 +1,4 @@
-//! `serve --control`: the destination's side of a migration, watched, paced and ended over QMP.
+//! Tests `serve --control`: a QMP client queries, limits and ends the destination's side of a migration.
 
 use hotlift_qmp::{Client, QmpAddress};
 use serde_json::{Value, json};
