@@ -1,7 +1,7 @@
-//! A channel that has processed its largest packet, contiguous and scattered, allocates no more.
+//! Tests that a channel allocates no more memory once it has processed its largest packet, contiguous and scattered.
 //!
-//! Counts Rust's allocator; the C libraries here allocate when a context is made or first used, which
-//! the warm-up covers, and zlib-rs allocates through Rust's.
+//! The tests count allocations by Rust's allocator. The C libraries here allocate when a context is made or first used,
+//! which the warm-up covers. zlib-rs allocates by Rust's allocator.
 
 #[path = "../../hotlift-accel/tests/support/simulated.rs"]
 mod simulated;

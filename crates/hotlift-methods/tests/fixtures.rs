@@ -1,4 +1,4 @@
-//! Channels recorded from QEMU 7.2 and 10.0, decoded to the guest's pages.
+//! Tests that channels recorded from QEMU 7.2 and 10.0 are decoded to the guest's pages.
 
 mod support;
 

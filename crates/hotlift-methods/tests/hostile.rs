@@ -1,4 +1,5 @@
-//! Payloads that no honest sender writes: an error each, no write outside of the runs, no panic.
+//! Tests payloads that no correct sender produces. Each causes an error, and neither a panic nor a write outside the
+//! runs (memory ranges).
 
 mod support;
 

@@ -1,4 +1,4 @@
-//! The page records of older sources: XBZRLE deltas and `compress` pages.
+//! Tests the page records of older sources: XBZRLE deltas and `compress` pages.
 
 mod support;
 

@@ -1,4 +1,5 @@
-//! qatzip: QAT's hardware and gunzip accept our members, and any gzip members are read.
+//! Tests the gzip members of method qatzip: QAT hardware and gunzip accept Hotlift's members, and Hotlift reads any
+//! gzip member.
 
 mod support;
 

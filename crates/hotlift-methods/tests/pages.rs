@@ -1,4 +1,5 @@
-//! qpl and uadk: the accelerators' own decoders read each page's stream, and we read theirs.
+//! Tests methods qpl and uadk: the accelerators' own decoders read Hotlift's stream for each page, and Hotlift reads
+//! theirs.
 
 mod support;
 

@@ -1,4 +1,4 @@
-//! We read QEMU's output, and QEMU reads ours.
+//! Tests that Hotlift reads QEMU's output, and that QEMU reads Hotlift's output.
 
 mod support;
 

@@ -1,7 +1,7 @@
-//! A real QEMU loads our output, and we read its output while it runs.
+//! Tests with a running QEMU: it loads Hotlift's output, and Hotlift reads its output.
 //!
-//! The source is a recorded stream: main unchanged, the channels' pages encoded again and written with Hotlift's hello and
-//! checksums, which proves that QEMU ignores them.
+//! The source is a recorded stream. Main is unchanged. The pages of the channels are encoded again, with Hotlift's
+//! hello and checksums, which proves that QEMU ignores both.
 
 mod support;
 

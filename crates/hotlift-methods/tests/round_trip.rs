@@ -1,4 +1,4 @@
-//! Decoded output equals the input, for any content and layout, packet after packet.
+//! Tests that decoded output equals the input, for any content and layout, over several packets.
 
 mod support;
 

@@ -1,4 +1,4 @@
-//! A QEMU that runs the machine of the recorded streams, and the two ends of a migration with it.
+//! A QEMU that runs the machine of the recorded streams, and the connections of a migration with this QEMU.
 
 use std::fs;
 use std::io::{self, Read, Write};

@@ -1,4 +1,4 @@
-//! Packets, zlib and zstd as QEMU uses them, and QEMU itself.
+//! Helpers for tests of methods: packets, zlib and zstd as QEMU uses them, and QEMU itself.
 #![allow(dead_code)]
 
 pub mod machine;

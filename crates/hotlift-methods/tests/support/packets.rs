@@ -1,4 +1,4 @@
-//! Packets, and memory to decode them to. The tests of hotlift-accel use this file too.
+//! Packets, and guest memory to decode them into. The tests of hotlift-accel also use this file.
 #![allow(dead_code)]
 
 use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock};

@@ -1,4 +1,4 @@
-//! Stock zlib and zstd, called as QEMU's multifd code calls them.
+//! Unmodified zlib and zstd, called as QEMU's multifd code calls them.
 
 use std::ffi::c_int;
 

@@ -1,4 +1,4 @@
-//! A complete migration stream, split into its pages, and its channels rewritten.
+//! Splits a complete migration stream into its pages, and encodes its channels again.
 
 use std::collections::BTreeMap;
 use std::path::Path;
