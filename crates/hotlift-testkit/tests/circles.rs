@@ -1,5 +1,5 @@
-//! Crates use only those below them. No two files of a crate import each other, not even indirectly: only a module and those
-//! inside it may.
+//! Tests the dependencies between crates and between files. A crate uses only crates below it. No two files of a crate
+//! import each other, directly or indirectly, except a module and its submodules.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

@@ -1,4 +1,4 @@
-//! Each input of the fuzz targets' corpus, once and without a fuzzer: fixed defects stay fixed.
+//! Runs each input of the fuzz targets' corpus once, without a fuzzer, so that fixed defects stay fixed.
 
 #![allow(clippy::print_stdout)]
 

@@ -1,4 +1,5 @@
-//! Outages of the link at every step of the handover: exactly one guest, and every write of it.
+//! Tests outages of the link at every step of the handover. Afterwards exactly one guest runs, and its memory has every
+//! write.
 
 #![allow(
     clippy::print_stdout,
