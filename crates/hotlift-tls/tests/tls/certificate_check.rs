@@ -1,4 +1,5 @@
-//! Certificate folders made with OpenSSL's command: the listing finds the same problems as a handshake.
+//! Tests certificate folders made with the `openssl` command. The check of a folder must find the same problems as a
+//! handshake.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! Accepted and refused handshakes, and the errors of both sides.
+//! Tests accepted and rejected handshakes, and the errors on both sides.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Peers without TLS, or with faulty TLS: each costs a limited time and a limited number of bytes.
+//! Tests peers without TLS or with faulty TLS. Each peer can use only a limited time and a limited number of bytes.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,4 @@
-//! Handshakes and records with every kind of fault, and OpenSSL and QEMU as the other side.
+//! Tests handshakes and records with every kind of fault, and with OpenSSL or QEMU as the peer.
 
 mod certificate_check;
 mod handshake;

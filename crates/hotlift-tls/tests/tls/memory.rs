@@ -1,4 +1,4 @@
-//! Memory use of a connection.
+//! Tests the memory use of a connection.
 
 use std::thread;
 

@@ -1,4 +1,4 @@
-//! OpenSSL as the other side: `openssl s_client` and `openssl s_server` (Debian's package `openssl`).
+//! Tests OpenSSL as the peer: `openssl s_client` and `openssl s_server` (Debian's package `openssl`).
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};

@@ -1,4 +1,4 @@
-//! QEMU's own TLS (GnuTLS) as the other side, with certificates of Hotlift.
+//! Tests QEMU's own TLS (GnuTLS) as the peer, with certificates that Hotlift created.
 
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! Data through records: complete, in any pieces, in both directions at once, with many keys.
+//! Tests data in TLS records: it arrives complete, in pieces of any size, in both directions at once, and with many
+//! keys.
 
 use std::io::IoSlice;
 use std::thread;

@@ -1,4 +1,4 @@
-//! Certificates that change during use.
+//! Tests certificates that change while they are used.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};

@@ -1,4 +1,4 @@
-//! A CA, folders of certificates, and two ends of a connection.
+//! Creates a CA, certificate folders, and the two ends of a TLS connection.
 
 use std::fs;
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,4 @@
-//! Changes of records in transit: the reader returns a prefix of the sent data, and then an error.
+//! Tests TLS records that are changed in transit. The reader must return a prefix of the sent data, and then an error.
 
 use hotlift_tls::fixed::{ends, next_key, record};
 use hotlift_tls::{RECORD_PLAINTEXT, RECORDS_PER_KEY, RecordError, Slices};
