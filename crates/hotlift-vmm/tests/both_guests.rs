@@ -1,4 +1,4 @@
-//! Properties of every built-in guest.
+//! Tests the properties that all built-in guests share.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Properties of the fill of RAM.
+//! Tests the initial content of RAM (the fill).
 
 use std::collections::HashSet;
 use std::fs;

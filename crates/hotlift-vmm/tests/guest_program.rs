@@ -1,4 +1,4 @@
-//! The guest program runs under other VMMs too.
+//! Tests that the guest program also runs under other VMMs.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,5 @@
-//! Method `auto`: each packet has its own method, the report counts them, and limits hold.
+//! Tests method `auto`. Each packet has its own method, the report counts the packets of each method, and limits are
+//! respected.
 
 use std::sync::Mutex;
 use std::time::Duration;

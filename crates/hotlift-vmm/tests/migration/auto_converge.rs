@@ -1,5 +1,5 @@
-//! Auto-converge: a guest that dirties pages faster than they are sent is throttled until it can be migrated, and the throttle
-//! ends on every way out.
+//! Tests auto-converge. A guest that dirties pages faster than they are sent is throttled until it can be migrated. The
+//! throttle ends in every case.
 
 use std::fs;
 use std::sync::atomic::{AtomicU8, Ordering};

@@ -1,4 +1,4 @@
-//! Resources of this process, to check that a migration leaves nothing behind.
+//! Counts the resources of this process, to check that a migration releases everything.
 
 use std::collections::BTreeMap;
 use std::fs;

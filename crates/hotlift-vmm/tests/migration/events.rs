@@ -1,4 +1,4 @@
-//! Events of a migration for a watcher, in QEMU 10.0's order.
+//! Tests the events of a migration for a monitor, which have the order of QEMU 10.0.
 
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};

@@ -1,8 +1,12 @@
-//! A flipped byte or a cut connection, anywhere: exactly one side runs the guest, its memory is intact, both ends return an
-//! error with the cause, and nothing is left behind.
+//! Flips any byte or cuts the connection at any place. Afterwards:
 //!
-//! The places are not listed here: a migration without a fault is recorded first, and every unit on its connections is damaged
-//! in turn. The source's guest lives on from fault to fault. If the destination got it, the next migration starts there.
+//! - exactly one side runs the guest, and its memory is intact,
+//! - both sides return an error with the cause,
+//! - no resource remains.
+//!
+//! A migration without a fault is recorded first. Then every unit (record, header, answer) on its connections is
+//! damaged, one after the other. The same guest is used for all faults. If it arrives at the destination, the next
+//! migration starts there.
 
 use std::collections::HashSet;
 use std::sync::Arc;

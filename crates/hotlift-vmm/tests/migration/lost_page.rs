@@ -1,4 +1,4 @@
-//! The proof of a migration detects a single page that was not sent.
+//! Tests that the proof of a migration detects a single page that was not sent.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

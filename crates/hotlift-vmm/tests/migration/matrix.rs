@@ -1,5 +1,5 @@
-//! Every guest, method, number of channels and zero page mode: the guest arrives whole and continues, although it writes its
-//! whole working set in less time than the first round takes.
+//! Tests every guest, method, number of channels and mode of zero page detection. The guest arrives intact and
+//! continues, although it writes its whole working set in less time than the first round takes.
 
 use std::time::Duration;
 

@@ -1,5 +1,8 @@
-//! `multifd-packet-size` and `multifd-normal-page-ratio`: any size arrives whole, no page is counted twice, and a peer that
-//! cannot read the packets reports it before any page is sent.
+//! Tests `multifd-packet-size` and `multifd-normal-page-ratio`:
+//!
+//! - packets of any size arrive intact,
+//! - no page is counted twice,
+//! - a peer that cannot read the packets reports it before any page is sent.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;

@@ -1,4 +1,5 @@
-//! A guest that runs at its destination before its pages arrive, from a save file and from a source controlled by a test.
+//! Tests a guest that runs at the destination before its pages arrive. The source is a save file, or code that the test
+//! controls.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};

@@ -1,4 +1,5 @@
-//! A postcopy between two Hotlifts: its second connection, lost messages, and admission at a recovery.
+//! Tests a postcopy between two Hotlifts: the second connection, lost messages, and the admission of connections at a
+//! recovery.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

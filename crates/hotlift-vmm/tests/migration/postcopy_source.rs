@@ -1,4 +1,5 @@
-//! A postcopy source: the bytes it sends, the owner of the guest after a failure, and the recovery.
+//! Tests the source of a postcopy: the bytes that it sends, which side owns the guest after a failure, and the
+//! recovery.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};

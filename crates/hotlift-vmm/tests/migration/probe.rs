@@ -1,4 +1,4 @@
-//! A built-in guest that is watched, and that misbehaves on demand.
+//! A wrapper of a built-in guest that records calls, and fails if a test demands it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;

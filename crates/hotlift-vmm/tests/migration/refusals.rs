@@ -1,4 +1,5 @@
-//! Incompatible ends: refused with both values named, and the guest continues.
+//! Tests incompatible settings of source and destination. The migration is rejected with the values of both sides in
+//! the error, and the guest continues.
 
 use std::sync::Arc;
 

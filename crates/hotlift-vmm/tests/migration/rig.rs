@@ -1,4 +1,4 @@
-//! Both ends of a migration, and the final location of the guest.
+//! Runs both sides of a migration, and determines where the guest is afterwards.
 
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::os::fd::OwnedFd;

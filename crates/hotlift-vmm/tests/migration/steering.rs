@@ -1,4 +1,4 @@
-//! Changes during a migration take effect in it.
+//! Tests that a change of settings during a migration affects this migration.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Time of the guest's stop.
+//! Tests when the guest is stopped for the switchover.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;

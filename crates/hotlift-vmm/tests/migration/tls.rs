@@ -1,4 +1,4 @@
-//! TLS between two guests: all data arrives, and unauthenticated peers get nothing.
+//! Tests TLS between two guests. All data arrives, and unauthenticated peers receive nothing.
 
 use std::io::Write;
 use std::net::TcpStream;

@@ -1,5 +1,5 @@
-//! Early ends of a migration without a fault of the wire: cancel, a guest that fails, and unknown clients that connect to the
-//! destination.
+//! Tests migrations that end early without a fault of the network: cancel, a guest that fails, and unknown clients that
+//! connect to the destination.
 
 use std::io::Write;
 use std::net::TcpStream;

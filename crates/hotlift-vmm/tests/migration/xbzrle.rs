@@ -1,4 +1,4 @@
-//! XBZRLE: pages that were sent before are sent as deltas, and arrive whole.
+//! Tests XBZRLE: pages that were sent before are sent as deltas (differences), and arrive intact.
 
 use std::sync::Mutex;
 use std::time::Duration;
