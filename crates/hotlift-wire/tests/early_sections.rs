@@ -1,4 +1,4 @@
-//! Tests finding the ends of device sections before the end of RAM, with any content.
+//! Tests that the decoder finds the end of device sections before the end of RAM, whatever their content.
 
 mod common;
 

@@ -1,4 +1,5 @@
-//! Tests recorded streams of two real QEMUs: reads them to the last byte and compares them with the guest's memory.
+//! Tests recorded streams of two real QEMUs. Each stream is read to the last byte, and compared with the guest's
+//! memory.
 
 mod common;
 

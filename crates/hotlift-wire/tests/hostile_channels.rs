@@ -1,4 +1,4 @@
-//! Tests invalid bytes on multifd channels and the return path; see also `hostile_main.rs`.
+//! Tests invalid bytes on multifd channels and on the return path. For the main channel, see `hostile_main.rs`.
 
 mod common;
 

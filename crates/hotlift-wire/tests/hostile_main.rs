@@ -1,5 +1,5 @@
-//! Tests invalid bytes on the main channel. Each causes an error that names the fault, never a panic, an allocation of the
-//! peer's size, or a page outside its block.
+//! Tests invalid bytes on the main channel. Each must cause an error that names the fault. None may cause a panic, an
+//! allocation whose size the peer selects, or a page outside its block.
 
 mod common;
 

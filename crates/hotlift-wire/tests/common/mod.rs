@@ -1,4 +1,4 @@
-//! Recorded streams, and a reader that runs a decoder over a whole main channel.
+//! Recorded streams, and a reader that decodes a complete main channel.
 // Each test binary uses a different part of this module.
 #![allow(dead_code, unused_imports, unused_macros)]
 
