@@ -1,5 +1,5 @@
-//! From file to file through the relay: the restored content equals the saved content, and a damaged file causes an error and
-//! leaves no file.
+//! Tests the relay from file to file. The restored content equals the saved content. A damaged file causes an error,
+//! and leaves no output file.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;

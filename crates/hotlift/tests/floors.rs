@@ -1,4 +1,4 @@
-//! The engine's modules form layers: each uses only the layers below it.
+//! Tests that the engine's modules form layers: each module uses only the layers below it.
 
 use std::fs;
 use std::path::Path;

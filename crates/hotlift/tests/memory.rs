@@ -1,7 +1,7 @@
-//! The options bound the memory that a source can make a relay allocate, whatever it sends.
+//! Tests that options limit the memory that a source can make a relay allocate, whatever the source sends.
 //!
-//! Each test needs its own process: the kernel reports the peak memory of the whole process. Memory that glibc keeps from an
-//! earlier test, and thresholds that it has adapted, would distort the result.
+//! Each test needs its own process, because the kernel reports the peak memory of the whole process. Two effects of an
+//! earlier test would distort the result: memory that glibc keeps, and thresholds that glibc has adapted.
 
 use std::io::Write;
 use std::net::Shutdown;

@@ -1,5 +1,5 @@
-//! A destination accepts page records of older sources (XBZRLE deltas and `compress` pages), and rejects the channels of
-//! another Hotlift version.
+//! Tests that a destination accepts page records of older sources (XBZRLE deltas and `compress` pages), and rejects the
+//! channels of another version of Hotlift.
 
 use std::io::Write;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! The documented table of timeouts has the values of the constants.
+//! Tests that the documented table of timeouts has the values of the constants.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! Devices that send state before RAM: forwarded in order with compressed RAM after them, or rejected by name with the guest
-//! kept.
+//! Tests devices that send state before RAM. A relay forwards the state in order, with compressed RAM after it.
+//! Otherwise the relay rejects the device by name, and the source keeps the guest.
 
 use std::io::Write;
 use std::thread;

@@ -1,4 +1,4 @@
-//! A cancel ends a relay in every phase and in every wait.
+//! Tests that a cancel ends a relay in every phase and in every wait.
 
 use std::io::Write;
 use std::thread;

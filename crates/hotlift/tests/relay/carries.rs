@@ -1,4 +1,4 @@
-//! Every stream that QEMUs send arrives as the same guest, with any settings of the relays.
+//! Tests that every stream of a QEMU arrives as the same guest, with any settings of the relays.
 
 use std::io::{Read, Write};
 

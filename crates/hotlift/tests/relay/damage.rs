@@ -1,7 +1,7 @@
-//! A damaged byte between two relays never changes the guest.
+//! Tests that a damaged byte between two relays never changes the guest.
 //!
-//! The unit tests damage each byte of main without connections (`stream/main_channel/tests.rs`). The sample here shows that
-//! relays act on those decisions.
+//! The unit tests in `stream/main_channel/tests.rs` damage each byte of main without connections. The tests here show
+//! with a sample of bytes that relays act on the decoder's errors.
 
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,4 +1,4 @@
-//! A destination that behaves as a QEMU does, or fails.
+//! A destination that behaves like a QEMU, or fails when a test demands it.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{Read, Write};

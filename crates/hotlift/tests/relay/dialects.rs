@@ -1,5 +1,4 @@
-//! Differences of QEMU versions that a stream shows or hides: sync points of multifd, and machine types that send no
-//! configuration.
+//! Tests differences between QEMU versions: sync points of multifd, and machine types that send no configuration.
 
 use std::path::Path;
 use std::thread;

@@ -1,5 +1,5 @@
-//! The phase before a QEMU accepts the stream: a relay reads only the set-up, whatever the channels' state, and rejects what no
-//! QEMU accepts.
+//! Tests the phase before a QEMU accepts the stream. A relay reads only the stream setup, whatever the channels do, and
+//! rejects a stream that no QEMU accepts.
 
 use std::io::Write;
 use std::net::{Shutdown, TcpStream};

@@ -1,4 +1,4 @@
-//! The guest is never on both sides at once, whatever fails at any time.
+//! Tests that the guest never runs on both sides, whatever fails at any time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,4 +1,5 @@
-//! Streams that no real source sends: each ends soon in an error that names it, and leaves nothing behind.
+//! Tests streams that no correct source sends. Each causes an early error that names the fault, and leaves no thread,
+//! socket or file.
 
 use std::fs;
 use std::io::Write;

@@ -1,4 +1,4 @@
-//! A waiting thread sleeps until an event: an idle process uses no CPU time.
+//! Tests that a waiting thread sleeps until an event, so an idle process uses no CPU time.
 
 use std::thread;
 

@@ -1,4 +1,4 @@
-//! Events at both ends of a migration, in one order.
+//! Records the events on both sides of a migration, in one order.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -1,5 +1,5 @@
-//! The relay as a source and a destination see it: output equals input, and the guest never runs on both sides. Uses real
-//! sockets and no QEMU: the source's data is recorded.
+//! Tests relays between a source and a destination: output equals input, and the guest never runs on both sides.
+//! Sockets are real. There is no QEMU; the source's data is recorded.
 
 mod before_ram;
 mod cancel;

@@ -1,4 +1,4 @@
-//! Options of a relay that may change while it runs.
+//! Tests the options of a relay that can change while the relay runs.
 
 use std::thread;
 use std::time::Duration;

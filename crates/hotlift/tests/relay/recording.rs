@@ -1,4 +1,4 @@
-//! Streams of sources: recorded from real QEMUs, or small synthetic ones.
+//! Streams of sources: recorded from real QEMUs, or small artificial streams.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! Source, relays and destination, connected by sockets in one process.
+//! Runs a source, relays and a destination in one process, connected by sockets.
 
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;

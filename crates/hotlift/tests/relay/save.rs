@@ -1,5 +1,5 @@
-//! A save of a whole stream, from the source's connections to the file: no file with a missing page gets the name of a complete
-//! VM.
+//! Tests a save of a complete stream from the source's connections to a file. A file that lacks a page never gets the
+//! name of a complete save file.
 
 use std::fs;
 use std::path::Path;

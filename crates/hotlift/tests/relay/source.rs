@@ -1,4 +1,4 @@
-//! A source that plays a recording as a QEMU sends it.
+//! A source that sends a recording as a QEMU would send it.
 
 use std::io::Write;
 use std::net::Shutdown;

@@ -1,4 +1,4 @@
-//! TLS connections to a relay: all connections of a migration are from one host of the CA.
+//! Tests TLS connections to a relay: all connections of a migration must be from one host of the CA.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
