@@ -1,5 +1,6 @@
 //! Tests complete migrations between two guests in one process. They check the engine's guarantees for any guest,
 //! method and number of channels, and the state of the guest after a failure.
+//!
 //! | file | subject |
 //! |---|---|
 //! | `matrix` | every guest, method, number of channels and zero page mode arrives whole |
