@@ -11,8 +11,8 @@ use super::table::{Grid, Labels, series};
 /// Name of method `auto`, which selects the compression method of each packet.
 pub const AUTO: &str = "auto";
 
-/// Upper limit of the quotient auto / best fixed method for "equally fast". Repeats of one row differ by as much on an
-/// idle machine.
+/// Upper limit of the quotient auto / best fixed method for "equally fast". Repeated runs with equal settings differ by
+/// as much on an idle machine.
 const AS_FAST: f64 = 1.03;
 
 /// Upper limit of the quotient auto / best fixed method for "faster".
@@ -251,7 +251,7 @@ pub fn conclusions(records: &[Record]) -> Vec<String> {
     best.into_iter().chain(schedule).collect()
 }
 
-/// Returns the comparisons as a table; without rows if there are none.
+/// Returns the comparisons in `records` as a table; it has no rows without comparisons.
 pub fn table(records: &[Record]) -> Grid {
     let all = comparisons(records);
     let labels = labels(&all);

@@ -42,7 +42,7 @@ pub struct Cell {
     pub migration: MigrationArgs,
     /// Rate and delay of the network link; `None` without a limit.
     pub link: Option<Link>,
-    /// Time after the request to migrate at which a busy thread occupies a core; `None` without such a thread.
+    /// Time after the request to migrate at which a busy thread occupies a core; `None` without a busy thread.
     pub neighbour: Option<Duration>,
 }
 

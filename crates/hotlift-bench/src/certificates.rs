@@ -14,11 +14,11 @@ use crate::record::Row;
 /// Name of the option that sets the folder of the certificates.
 pub const OPTION: &str = "tls-creds";
 
-/// Placeholder for the folder in settings and records. Each call creates its own folder; with the placeholder, runs of
-/// two calls are comparable.
+/// Placeholder for the folder in settings and records. Each call of `hotlift-bench` creates a new folder. The
+/// placeholder makes runs of two calls comparable.
 pub const CERTIFICATES: &str = "certificates";
 
-/// Host name in every certificate, expected by the client for any address.
+/// Host name in every certificate. The client expects this name at any address.
 pub const NAME: &str = "localhost";
 
 /// Temporary folder with the certificates; removed on drop.

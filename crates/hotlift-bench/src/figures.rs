@@ -15,7 +15,7 @@ const GIB_PER_PAGE: f64 = 4096.0 / (1_u64 << 30) as f64;
 pub struct Figure {
     /// Heading of the figure's column.
     pub name: &'static str,
-    /// Computes the figure for a run; `None` where it has no meaning.
+    /// Computes the figure for a run; `None` if the figure has no meaning for the run.
     pub of: fn(&Completed) -> Option<f64>,
     /// True if tables show the quotient Hotlift / QEMU of this figure.
     pub compares: bool,

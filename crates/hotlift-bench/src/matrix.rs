@@ -110,7 +110,7 @@ fn axis(text: &str) -> Result<Axis, String> {
 }
 
 impl MatrixArgs {
-    /// Returns a cell for every combination, each once. `base` has the other settings of the guest.
+    /// Returns a cell for every combination, each once. `base` supplies the guest settings that the matrix does not list.
     ///
     /// # Errors
     /// If a value is out of range, or options conflict.

@@ -23,8 +23,8 @@ pub struct Record {
     pub series: String,
     /// Number of the run in its call of `hotlift-bench`, from 1, in the order in which the runs started.
     pub number: u32,
-    /// Repeat number: earlier runs of the same row in this call of `hotlift-bench`, plus 1. Runs of two rows with the
-    /// same repeat number ran close in time, so quotients are made of such runs.
+    /// Repeat number: earlier runs of the same row in this call of `hotlift-bench`, plus 1. Two rows are compared by
+    /// runs with equal repeat numbers, because these ran close in time.
     pub repeat: u32,
     /// Start time of the run: UTC, in the format of RFC 3339.
     pub time: String,
@@ -53,7 +53,7 @@ pub struct Row {
     pub max_bandwidth: u64,
     /// Limit of the network link, as typed ("1gbit"); `None` without a limit.
     pub link: Option<String>,
-    /// Time after the request to migrate at which a busy thread occupied a core ("2s"); `None` without such a thread.
+    /// Time after the request to migrate at which a busy thread occupied a core ("2s"); `None` without a busy thread.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub neighbour: Option<String>,
     /// The guest that is migrated.
@@ -116,7 +116,7 @@ pub struct Machine {
     pub command: Vec<String>,
     /// Name of the destination host; `None` if the destination was on this machine.
     pub destination: Option<String>,
-    /// Speed of the TLS cipher, measured just before a run over TLS; `None` for other runs.
+    /// Speed of the TLS cipher, measured just before a run over TLS; `None` for a run without TLS.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cipher: Option<CipherSpeed>,
 }
@@ -157,7 +157,7 @@ pub enum Outcome {
     Completed(Box<Completed>),
     /// The migration failed: the destination does not run the guest.
     Failed {
-        /// The reason, in one line.
+        /// Reason of the failure, in one line.
         error: String,
     },
     /// The run was not started.

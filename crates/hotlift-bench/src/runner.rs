@@ -38,13 +38,13 @@ pub struct Bench<'a> {
     pub limit: Duration,
     /// Names and values of the TLS options that both sides use.
     pub security: Vec<(String, String)>,
-    /// The two network namespaces for cells with a limited link; `None` if no cell has such a link.
+    /// The two network namespaces for cells with a limited link; `None` if no cell has a limited link.
     pub joined: Option<NamespacePair>,
     /// The destination host; `None` if the destination is on this host.
     pub remote: Option<RemoteHost>,
-    /// The QEMU for cells that run QEMU; `None` without such cells.
+    /// The QEMU for cells whose engine is QEMU; `None` if no cell uses QEMU.
     pub qemu: Option<Program>,
-    /// The TLS certificates for cells that use them; `None` without such cells.
+    /// The TLS certificates for cells that use TLS; `None` if no cell uses TLS.
     pub certificates: Option<Certificates>,
     /// The file that each record is appended to.
     pub journal: Journal,

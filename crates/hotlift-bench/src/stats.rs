@@ -35,7 +35,8 @@ pub fn spread(values: impl IntoIterator<Item = f64>) -> Option<Spread> {
 }
 
 impl Spread {
-    /// Returns "12.3 (11.0–14.1)": the median and the range. Omits the range if its ends round to the same text.
+    /// Returns "12.3 (11.0–14.1)": the median and the range. Omits the range if both of its ends round to the same
+    /// text.
     pub fn text(&self) -> String {
         let (median, lowest, highest) = (
             number(self.median),

@@ -22,9 +22,9 @@ pub struct Meter {
 
 /// CPU time of all processes on one side of a migration.
 pub struct Used {
-    /// Counts of each thread of these processes.
+    /// Counts of each thread of the side's processes.
     pub threads: Vec<ThreadCounts>,
-    /// CPU time of these processes together, including ended threads.
+    /// CPU time of the side's processes together, including ended threads.
     pub cpu: Duration,
 }
 

@@ -86,9 +86,9 @@ pub fn set(qemu: &mut Process, cell: &Cell, options: &Options) -> Result<(), Sto
         .map_err(|error| lacks(&error))
 }
 
-/// Returns the capabilities: those that the migration mode needs, and those that `cell` sets. They include
-/// `return-path`: with it, QEMU's downtime ends like Hotlift's, at the destination's message. Without it, the downtime
-/// would end at the last byte that the source has written.
+/// Returns the capabilities that the migration mode needs or `cell` sets. `return-path` is always included. It makes
+/// QEMU's downtime end like Hotlift's, at the destination's message. Otherwise the downtime would end at the last byte
+/// that the source has written.
 fn capabilities(cell: &Cell, options: &Options) -> Result<Vec<(&'static str, bool)>, Stop> {
     let mut wanted = vec![
         ("multifd", options.stream.multifd()),

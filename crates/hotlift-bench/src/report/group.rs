@@ -9,7 +9,7 @@ use crate::table::{Labels, channels, series, zero_share};
 
 /// All runs of one row in one program version.
 pub struct Series<'a> {
-    /// The settings of these runs.
+    /// Settings that all runs of the series share.
     pub row: Row,
     /// Program that migrated the guest: "Hotlift", "QEMU 10.0.2".
     pub program: String,
@@ -24,11 +24,11 @@ pub struct Series<'a> {
 /// A reason why some runs of a row did not complete.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Problem<'a> {
-    /// The reason, in one line.
+    /// Text of the reason, in one line.
     pub why: &'a str,
     /// True if the runs failed; false if they were skipped because something is missing.
     pub failed: bool,
-    /// Number of runs with this reason.
+    /// Number of runs that did not complete for this reason.
     pub times: usize,
 }
 
@@ -165,7 +165,7 @@ pub fn wire_text(row: &Row) -> String {
     words.join("; ")
 }
 
-/// Describes the busy thread: "a neighbour takes a core from 2s"; `None` without such a thread.
+/// Describes the busy thread: "a neighbour takes a core from 2s"; `None` without a busy thread.
 pub fn neighbour(row: &Row) -> Option<String> {
     let at = row.neighbour.as_ref()?;
     Some(format!("a neighbour takes a core from {at}"))

@@ -94,7 +94,7 @@ pub struct Published {
 pub struct ThreadTable {
     /// Caption of the table.
     pub title: String,
-    /// Share of zero pages in these runs, 0 to 1.
+    /// Share of zero pages in the guest's RAM, 0 to 1.
     pub zero_share: f64,
     /// The threads.
     pub rows: Vec<ThreadRow>,
@@ -112,15 +112,15 @@ pub struct ThreadRow {
     pub dsa: Option<f64>,
 }
 
-/// A kind of thread: the counts of its threads are added up.
+/// A kind of thread. Tables show the sum of the counts of all threads of one kind.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Kind {
-    /// Work of these threads, as shown in the table.
+    /// Work of the threads of this kind, as shown in the table.
     pub name: String,
-    /// Side of the migration on which these threads run.
+    /// Side of the migration on which the threads of this kind run.
     pub side: Side,
-    /// Prefixes of the names of these threads, in Hotlift and in QEMU.
+    /// Prefixes of the thread names of this kind, in Hotlift and in QEMU.
     pub begins: Vec<String>,
 }
 

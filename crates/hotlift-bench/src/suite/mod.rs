@@ -147,7 +147,7 @@ impl Suite {
         (self.ram_gib << 30).min(RAM_PER_CORE.saturating_mul(cores))
     }
 
-    /// Returns a cell for every row that this host can try. `base` has the other settings of the guest.
+    /// Returns a cell for every row that this host can try. `base` supplies the guest settings that rows do not define.
     ///
     /// # Errors
     /// If a row sets an option of `--with` itself, if such an option has no effect in a row, or if options conflict.

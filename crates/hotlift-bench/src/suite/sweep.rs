@@ -39,7 +39,7 @@ pub struct Sweep {
     /// Link limits, in the format of `--link`.
     #[serde(deserialize_with = "links")]
     links: Vec<Link>,
-    /// Time after the request to migrate at which a busy thread occupies a core; `None` without such a thread.
+    /// Time after the request to migrate at which a busy thread occupies a core; `None` without a busy thread.
     #[serde(default, deserialize_with = "maybe_time")]
     neighbour: Option<Duration>,
     /// Page compression methods, each with a level; `None` is the default level.
@@ -96,7 +96,7 @@ impl Sweep {
     }
 
     /// Returns a cell for every combination that this host can run, and the skipped combinations with reasons. `base`
-    /// has the other settings of the guest.
+    /// supplies the guest settings that the sweep does not list.
     ///
     /// # Errors
     /// If options conflict, or an option of `--with` has no effect in any combination.
