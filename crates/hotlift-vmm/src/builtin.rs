@@ -20,12 +20,12 @@ pub trait BuiltinGuest: Guest {
     /// Returns the kind of guest.
     fn kind(&self) -> GuestKind;
 
-    /// Returns the layout of the guest's RAM. On a destination, the source's layout replaces it when the devices are
-    /// loaded.
+    /// Returns the layout of the guest's RAM. On a destination, loading the devices replaces the layout by the
+    /// source's.
     fn layout(&self) -> Layout;
 
-    /// Returns the pages that the guest's workload writes per second; 0 if it writes none. On a destination, the
-    /// source's value replaces it when the devices are loaded.
+    /// Returns the pages that the guest's workload writes per second; 0 for a guest that does not write. On a
+    /// destination, loading the devices replaces the rate by the source's.
     fn rate(&self) -> u64;
 
     /// Fills the guest's RAM before the start.

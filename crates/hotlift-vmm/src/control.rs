@@ -92,7 +92,7 @@ impl Control {
     }
 
     /// Waits until the calling, parked thread may run (`Some`) or must end (`None`). `ready` is called under the lock,
-    /// together with the transition to running. The thread counts as running until it drops the result.
+    /// together with the transition to running. The thread counts as running until the returned value is dropped.
     pub fn park(&self, ready: impl FnOnce()) -> Option<Running<'_>> {
         let state = self.lock();
         let mut state = self
@@ -139,7 +139,8 @@ impl Control {
         }
     }
 
-    /// Waits for `time`, and returns true if the throttle is still `percent`. Returns false as soon as it changes.
+    /// Waits for `time`, and returns true if the throttle is still `percent`. Returns false as soon as the throttle
+    /// changes.
     fn is_unchanged_for(&self, time: Duration, percent: u8) -> bool {
         let (_state, timeout) = self
             .changed

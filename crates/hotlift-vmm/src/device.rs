@@ -201,7 +201,7 @@ impl<'a> Fields<'a> {
         Ok(Self { idstr, fields })
     }
 
-    /// Returns the bytes of field `tag`, which may have any length. `field` is its name for errors.
+    /// Returns the bytes of field `tag`, which may have any length. Errors name the field `field`.
     pub fn take(&mut self, tag: u32, field: &'static str) -> Result<&'a [u8], DeviceError> {
         let at = self.fields.iter().position(|&(known, _)| known == tag);
         let at = at.ok_or(DeviceError::MissingField {
@@ -211,7 +211,7 @@ impl<'a> Fields<'a> {
         Ok(self.fields.swap_remove(at).1)
     }
 
-    /// Returns the bytes of field `tag`, which must have length `N`. `field` is its name for errors.
+    /// Returns the bytes of field `tag`, which must have length `N`. Errors name the field `field`.
     pub fn take_exact<const N: usize>(
         &mut self,
         tag: u32,
@@ -223,7 +223,7 @@ impl<'a> Fields<'a> {
             .map_err(|_| self.wrong_length(field, N, bytes.len()))
     }
 
-    /// Returns the numbers in field `tag`, which holds big-endian u64s. `field` is its name for errors.
+    /// Returns the numbers in field `tag`, which contains big-endian u64s. Errors name the field `field`.
     pub fn take_u64s(&mut self, tag: u32, field: &'static str) -> Result<Vec<u64>, DeviceError> {
         let bytes = self.take(tag, field)?;
         let (numbers, rest) = bytes.as_chunks::<8>();

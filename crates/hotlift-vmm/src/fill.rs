@@ -39,7 +39,8 @@ pub enum FillSource {
     Mixed,
     /// A file, or all files below a folder, concatenated in the order of their names. A `.zst` file is decompressed.
     /// Files shorter than RAM are repeated. Each repetition is XORed with another constant and starts at another
-    /// offset. It stays as compressible, but neither compression windows nor deduplication find it.
+    /// offset. A repetition compresses as well as the files, but neither compression windows nor deduplication detect
+    /// it.
     Folder(PathBuf),
     /// The pages of a file, such as a memory image, in their order. A `.zst` file is decompressed. Zero pages keep
     /// their positions, and [`FillSettings::zero_share`] is ignored. A file larger than RAM is truncated. A smaller
@@ -129,8 +130,8 @@ pub fn fill(ram: &RamBlock, layout: &Layout, settings: &FillSettings) -> Result<
     })
 }
 
-/// Writes a file with the bytes that [`fill`] writes to RAM. The file begins with the start of [`Layout::filled`], and
-/// is as long as this range. Zero pages become holes.
+/// Writes a file with the bytes that [`fill`] writes to RAM. The file has the bytes of the range [`Layout::filled`].
+/// Zero pages become holes.
 ///
 /// # Errors
 /// [`FillError`]. The file may be incomplete after an error.

@@ -15,8 +15,8 @@ use hotlift_mem::lock;
 pub(crate) struct Throttle(Mutex<Option<JoinHandle<()>>>);
 
 impl Throttle {
-    /// Makes the vCPUs of `control` sleep for `percent` of the time, up to 99; 0 ends the throttle. `spawn` starts a
-    /// thread that runs [`Control::end_slices`]. Returns false if the thread cannot be started.
+    /// Makes the vCPUs of `control` sleep for `percent` of the time, from 1 to 99; 0 ends the throttle. `spawn` starts
+    /// a thread that runs [`Control::end_slices`]. Returns false if the thread cannot be started.
     pub fn set(
         &self,
         percent: u8,

@@ -36,7 +36,7 @@ const STRIDE_LEN: usize = 512;
 pub struct Verified {
     /// Number of pages whose bytes were compared, including pages of the table.
     pub pages_checked: u64,
-    /// Number of pages that were never touched. They are known to be zero, and were not read.
+    /// Number of pages that were never touched. Untouched pages are zero without a read.
     pub pages_untouched: u64,
     /// Number of replayed writes of all vCPUs; all were found in memory.
     pub writes_replayed: u64,
@@ -115,7 +115,7 @@ pub enum VerifyError {
     /// The guest program itself found records that differ from its table.
     #[error("vCPU {vcpu} found {errors} wrong records")]
     Guest {
-        /// Number of the vCPU that found them.
+        /// Number of the vCPU that found the records.
         vcpu: u8,
         /// Number of differing records.
         errors: u64,

@@ -133,7 +133,7 @@ impl Generator {
         }
     }
 
-    /// Returns the working set page of this vCPU's page `own`.
+    /// Converts `own`, an index among the pages of this vCPU, to a page number in the working set.
     pub fn page(&self, own: u64) -> u64 {
         own * self.vcpus + self.vcpu
     }
@@ -149,7 +149,7 @@ impl Generator {
     }
 }
 
-/// Progress of a vCPU: its state in addition to registers.
+/// Progress of a vCPU: the number of its writes, and of stores of an incomplete write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Position {
     /// Number of writes completely in memory.
@@ -179,11 +179,11 @@ impl Pace {
     /// Maximum number of pages written per second; no memory is that fast.
     pub const MAX_RATE: u64 = 1_000_000_000;
 
-    /// Returns the pace of one of `vcpus` vCPUs that together write `rate` pages per second (capped at
+    /// Returns the pace of each vCPU if `vcpus` vCPUs together write `rate` pages per second (capped at
     /// [`Pace::MAX_RATE`]).
     ///
-    /// A tick is 1 ms, or the time of one write if that is longer, up to 100 ms. Long ticks avoid wake-ups of an idle
-    /// guest.
+    /// A tick is 1 ms. If one write per vCPU takes longer at this rate, a tick has this length, up to 100 ms. Long
+    /// ticks avoid wake-ups of an idle guest.
     pub fn new(workload: Workload, rate: u64, vcpus: u8) -> Self {
         const LONGEST_US: u64 = 100_000;
         let rate = if workload == Workload::Idle {

@@ -32,8 +32,8 @@ ioctl_iowr_nr!(KVM_CLEAR_DIRTY_LOG, KVMIO, 0xc0, kvm_clear_dirty_log);
 /// The dirty log of one memory slot.
 pub(super) struct DirtyLog {
     manual: bool,
-    /// Bits that were fetched from KVM, but not yet cleared there. Only these bits may be cleared. Any other bit in KVM
-    /// was set later, by a write that no fetch has returned.
+    /// Bits that were fetched from KVM, but not yet cleared there. No other bit may be cleared in KVM: it was set
+    /// later, by a write that no fetch has returned.
     fetched: RwLock<Vec<AtomicU64>>,
 }
 
@@ -71,7 +71,7 @@ impl DirtyLog {
         }
     }
 
-    /// Fetches the log into `into`, and returns the number of bits that were not set there.
+    /// Fetches the log into `into`, and returns the number of bits that `into` did not have before.
     pub fn sync(&self, vm: &VmFd, ram: &RamBlock, into: &DirtyBitmap) -> Result<u64, KvmError> {
         // No thread may clear bits during a fetch. A thread with an older fetch could clear a bit that this fetch
         // returns. If the guest then writes the page, KVM sets the bit again, and the next clear would lose that write.

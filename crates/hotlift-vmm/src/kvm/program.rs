@@ -46,7 +46,7 @@ pub(super) struct Head {
     pub blocks: u64,
     /// Instruction address (rip) at which the published write count is in r15; elsewhere it is in r10.
     pub published: u64,
-    /// Instruction addresses (rip) after which one, two, three, four stores of the next write are in memory.
+    /// Values of rip at which one, two, three, four stores of the next write are in memory.
     pub stored: [u64; 4],
 }
 

@@ -316,7 +316,8 @@ impl VcpuState {
         Ok(state)
     }
 
-    /// Loads the state into a vCPU. Its VM must have the same [`Model`] as the source.
+    /// Loads the state into a vCPU. The vCPU's VM must have the same [`Model`] (MSRs, size of the XSAVE area) as the
+    /// source.
     pub fn load(&self, fd: &VcpuFd, vcpu: u8, model: &Model) -> Result<(), DeviceError> {
         let refused = |action| {
             move |error: kvm_ioctls::Error| DeviceError::Kernel {

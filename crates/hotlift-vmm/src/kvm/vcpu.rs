@@ -26,7 +26,7 @@ use crate::machine::Common;
 /// Maximum number of serial lines kept in memory; older lines are dropped.
 const MAX_LINES: usize = 1000;
 
-/// Timeout for vCPU 0 to build the page tables. It takes milliseconds; on an emulating hypervisor, some hundred
+/// Timeout for vCPU 0 to build the page tables. vCPU 0 needs milliseconds; on an emulating hypervisor, some hundred
 /// milliseconds.
 const BOOT_LIMIT: Duration = Duration::from_secs(20);
 
@@ -98,7 +98,7 @@ impl Vcpu {
         lock(&self.core)
     }
 
-    /// Sets the stop byte of the vCPU. The caller must then send the signal.
+    /// Sets the stop byte of the vCPU. Afterwards the caller must send the signal to its thread.
     pub fn stop_soon(&self) {
         self.immediate_exit.set(1);
     }

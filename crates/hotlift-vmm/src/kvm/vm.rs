@@ -93,8 +93,8 @@ pub(super) fn map(vm: &VmFd, ram: &RamBlock, log: bool) -> Result<(), KvmError> 
     unsafe { vm.set_user_memory_region(region) }.map_err(KvmError::of("map guest RAM"))
 }
 
-/// Returns the TSC frequency of a vCPU in kHz. If KVM does not report it, returns a guess, which only affects the rate
-/// of writes.
+/// Returns the TSC frequency of a vCPU in kHz. If KVM reports no frequency, returns a guess (2 GHz), which only affects
+/// the rate of writes.
 pub(super) fn tsc_khz(vcpu: &VcpuFd) -> u32 {
     vcpu.get_tsc_khz()
         .ok()
