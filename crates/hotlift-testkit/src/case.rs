@@ -353,7 +353,7 @@ pub enum Kind {
     },
     /// A host loses all packets in both directions, as after a power failure.
     PowerLoss {
-        /// Duration in seconds; `None` if it does not end.
+        /// Duration in seconds; `None` for a power loss until the end of the case.
         secs: Option<u64>,
         /// Host that loses packets.
         at: End,
@@ -433,8 +433,8 @@ impl Kind {
         }
     }
 
-    /// Returns the duration of the fault; 0 for faults without one. A permanent power loss counts as the peer's silence
-    /// timeout.
+    /// Returns the duration of the fault; 0 for a fault without a duration. A permanent power loss counts as the peer's
+    /// silence timeout.
     #[must_use]
     pub fn lasts(&self) -> Duration {
         match self {
@@ -488,7 +488,7 @@ pub enum Moment {
     Switchover,
     /// When the network has lost this message of the handover.
     Lost(Message),
-    /// When the guest runs at the destination. The commands may not know it yet.
+    /// When the guest runs at the destination. The commands may not have received the report yet.
     Arrived,
     /// When the source's side has ended.
     After,
@@ -520,7 +520,8 @@ pub struct Case {
     pub faults: Vec<Fault>,
 }
 
-/// Returns the seed of case `number`. SplitMix64 mixes it, so that seeds of adjacent cases differ completely.
+/// Returns the seed of case `number`. SplitMix64 mixes campaign and number, which makes the seeds of adjacent cases
+/// completely different.
 fn seed_of(campaign: u64, number: u64) -> u64 {
     let mut z = campaign.wrapping_add(number.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

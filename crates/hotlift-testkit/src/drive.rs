@@ -22,8 +22,8 @@ const SLACK: Duration = Duration::from_secs(120);
 /// Timeout for the end of the destination's side, after the end of the source's side.
 const GRACE: Duration = Duration::from_secs(12);
 
-/// Shorter timeout instead of [`GRACE`] if the guest runs at the source or is off, because then no source connects
-/// again.
+/// Timeout for the destination's side that replaces [`GRACE`] if the guest runs at the source or is off. No source
+/// connects again in these cases.
 const STAYED: Duration = Duration::from_secs(2);
 
 /// Timeout for a command to end after SIGINT.
@@ -160,7 +160,7 @@ impl Drive<'_> {
     }
 
     /// Records whether both guests run at once, and returns the states of source and destination. Polls the destination
-    /// first, so that a guest that arrives between the polls does not count as two.
+    /// first: a guest that arrives between the polls is then seen only once.
     fn watch(&mut self) -> (Look, Look) {
         let there = self.rig.there.look();
         if there == Look::Running {
@@ -193,7 +193,7 @@ impl Drive<'_> {
         }
     }
 
-    /// Records the progress of the migration, and continues it if it waits for the driver.
+    /// Records the progress of the migration, and continues a migration that waits for the test.
     fn follow(&mut self) -> Result<(), KitError> {
         if self.over.is_none() && self.is_over() {
             self.over = Some(Instant::now());

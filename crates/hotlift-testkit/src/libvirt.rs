@@ -45,7 +45,8 @@ pub fn is_possible() -> bool {
 #[derive(Debug)]
 pub struct Host {
     name: &'static str,
-    /// The process `unshare`. Its child is process 1 of the host, which ends when its standard input is closed.
+    /// The process `unshare`. The child of `unshare` is process 1 of the host, and ends when its standard input is
+    /// closed.
     holder: Child,
     init: Pid,
 }
@@ -107,7 +108,7 @@ impl Host {
             .join(path)
     }
 
-    /// Returns a command that runs on this host. The command is killed when its parent process ends.
+    /// Returns a command that runs on this host. The started program is killed when the test process ends.
     #[must_use]
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new("nsenter");

@@ -219,7 +219,7 @@ impl Machine {
         Ok(answer?)
     }
 
-    /// Returns the ID of the guest's process; `None` if it is not known yet.
+    /// Returns the ID of the guest's process; `None` before the process has written its ID.
     pub fn pid(&self) -> Option<Pid> {
         match &self.process {
             Some(process) => Some(process.pid()),

@@ -258,8 +258,8 @@ impl Link {
         host.tool_with("nft", &["-f", "-"], tables).map(drop)
     }
 
-    /// Starts to count TCP segments with data that the destination receives. Connections to its port `encrypted` are
-    /// excluded. [`Link::plaintext`] returns the count.
+    /// Starts to count TCP segments with data that the destination receives. Connections to the destination's port
+    /// `encrypted` are excluded. [`Link::plaintext`] returns the count.
     ///
     /// # Errors
     /// If `nft` fails.
@@ -293,7 +293,7 @@ impl Link {
     }
 
     /// Limits the link's rate in both directions to `kbits` kbit/s from now on. The token bucket spreads the steps of a
-    /// handover in time; without it they are some hundred microseconds apart.
+    /// handover in time; without the bucket, the steps are some hundred microseconds apart.
     ///
     /// # Errors
     /// If `tc` fails.
@@ -314,8 +314,8 @@ impl Link {
     /// all packets from the source after [`Message::Pong`]. [`Link::has_lost`] returns true after the first dropped
     /// packet.
     ///
-    /// The rules match the message in QEMU's format of the return path (type, length, value, big-endian). It follows a
-    /// TCP header with timestamps, 32 bytes.
+    /// The rules match the message in QEMU's format of the return path (type, length, value, big-endian). The message
+    /// follows a TCP header with timestamps, 32 bytes.
     ///
     /// # Errors
     /// If `nft` fails.

@@ -216,9 +216,9 @@ impl Program {
         Ok(r15)
     }
 
-    /// Returns the expected RAM from the record table on, after the writes of `position`. `reset` is set if the guest was
-    /// reset. Its first value is the found RAM, whose table has the records of writes before the reset. Its second value is
-    /// true if a page may show a write that the reset interrupted.
+    /// Returns the expected RAM from the record table on, after the writes of `position`. `reset` is set if the guest
+    /// was reset. The first value of `reset` is the found RAM, whose table has the records of writes before the reset.
+    /// The second value is true if a page may show a write that the reset interrupted.
     fn expected(&self, position: Position, reset: Option<(&[u8], bool)>) -> Vec<u8> {
         let layout = &self.layout;
         let start = layout.table().start;

@@ -202,7 +202,8 @@ fn set(name: &str) -> Option<PathBuf> {
     value.map(PathBuf::from)
 }
 
-/// Creates a temporary folder, in memory if possible. It holds guests' RAM, which should not be written to a disk.
+/// Creates a temporary folder, in memory if possible. The folder is for guests' RAM, which should not be written to a
+/// disk.
 ///
 /// # Errors
 /// If the folder cannot be created.

@@ -22,7 +22,7 @@ const MAX_OPEN: usize = 16;
 /// Timeout for a connection attempt: the link may be down.
 const CONNECT: Duration = Duration::from_millis(500);
 
-/// Unknown clients in a background thread, which connect until this value is dropped.
+/// Unknown clients in a background thread, which connect repeatedly until the [`Strangers`] value is dropped.
 #[derive(Debug)]
 pub struct Strangers {
     ends: Arc<AtomicBool>,

@@ -30,10 +30,10 @@ const OUTCOMES: [(Outcome, &str); 5] = [
 /// Width of the list of case numbers, in columns.
 const NAMED: usize = 36;
 
-/// One of this number of cases may fail in its setup. Such a case proves nothing.
+/// Limit of failed setups: at most one in 100 cases. A case without a setup proves nothing.
 const NOT_SET_UP: usize = 100;
 
-/// One of this number of cases may time out, as happens on a busy machine.
+/// Limit of timeouts: at most one in 20 cases. Timeouts happen on a busy machine.
 const TIMED_OUT: usize = 20;
 
 /// Returns true if no case has a problem, except a small share of failed setups and timeouts.

@@ -36,9 +36,9 @@ pub enum Wrong {
     Exit,
     /// A side did not end, or a guest did not answer.
     Hangs,
-    /// A wait timed out without a fault that explains it, and the guest stayed at the source. Such cases are counted,
-    /// but they are no defect of the product: the machine may stall. A kernel with starved workers (`workqueue lockup`
-    /// in its log) delays the start of KVM's dirty log for a minute and more.
+    /// A wait timed out without a fault that explains it, and the guest stayed at the source. Such a case is counted,
+    /// but is no defect of the product: the machine may stall. A kernel with starved workers (`workqueue lockup` in its
+    /// log) delays the start of KVM's dirty log for a minute and more.
     TimedOut,
     /// The test machinery failed, so the case proves nothing.
     SetUp,

@@ -92,8 +92,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// Replaces this process by one in new PID and mount namespaces. However the new process ends, all its children are
-/// killed.
+/// Replaces this process by one in new PID and mount namespaces. When the new process ends for any reason, the kernel
+/// kills all its children.
 fn enter() -> Result<ExitCode, String> {
     if !rustix::process::geteuid().is_root() {
         return Err("network namespaces need root".to_owned());
@@ -203,7 +203,7 @@ fn list(flags: &Flags) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns key and reason of a skip if this machine cannot run a case of the campaign; `None` if it can.
+/// Returns key and reason of the skip if this machine cannot run the case; `None` if the case can run.
 fn missing(case: &Case, kvm: Option<&String>) -> Option<(&'static str, String)> {
     let kvm = kvm.map(|why| ("kvm", why.clone()));
     let qemu = |release: Release| match release.find() {

@@ -36,7 +36,8 @@ pub struct Bytes {
 }
 
 impl Bytes {
-    /// Creates the rule. It changes the bits of `flip`, on each connection in this direction; `None` changes nothing.
+    /// Creates the rule. It changes the bits of `flip`, on each connection in the direction of `flip`; `None` changes
+    /// nothing.
     #[must_use]
     pub fn new(flip: Option<Flip>) -> Self {
         Self {

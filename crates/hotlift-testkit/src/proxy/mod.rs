@@ -267,7 +267,7 @@ impl<R: Rule> Proxy<R> {
     }
 
     /// Waits until all received bytes have passed, closes all open connections, and returns the rule. A peer that has
-    /// not closed its connection must keep reading until this returns.
+    /// not closed its connection must keep reading until this function returns.
     ///
     /// # Panics
     /// If a thread of the proxy panicked.

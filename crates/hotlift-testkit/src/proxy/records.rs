@@ -15,8 +15,8 @@ pub enum Action {
     Cut,
     /// Both directions end in the middle of the record, by FIN and without `close_notify`.
     Truncate,
-    /// The record is dropped. The record must not be the last of those that arrived together. If it is the last, a
-    /// later record is dropped instead.
+    /// The record is dropped. The record must not be the last of those that arrived together. If the record is the
+    /// last, a later record is dropped instead.
     Drop,
     /// The record is sent twice.
     Double,
@@ -74,7 +74,7 @@ impl Records {
     }
 
     /// Counts a record, and returns the change at this record. The last record that arrived is neither swapped nor
-    /// dropped: it has no next record, and its loss would not be noticed.
+    /// dropped. There is no next record to swap with, and the loss would not be noticed.
     fn note(&self, back: bool, is_last: bool) -> Option<Action> {
         let mut log = super::lock(&self.log);
         let count = if back { &mut log.back } else { &mut log.forth };

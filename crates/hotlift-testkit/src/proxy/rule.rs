@@ -14,7 +14,7 @@ pub enum Socket {
     Main,
     /// A multifd channel, with the channel number.
     Channel(u8),
-    /// A query of a migration's outcome. It carries no pages.
+    /// A source's query of a migration's outcome, without pages.
     Question,
 }
 

@@ -35,17 +35,17 @@ pub enum Action {
         /// Bits to change.
         mask: u8,
     },
-    /// Both directions end within the unit.
+    /// Both directions of the connection end within the unit.
     Cut {
         /// Number of bytes of the unit that still pass.
         byte: usize,
     },
-    /// This direction ends within the unit; the opposite direction continues.
+    /// The direction of the unit ends within the unit; the opposite direction continues.
     HalfCut {
         /// Number of bytes of the unit that still pass.
         byte: usize,
     },
-    /// This direction is held before the unit, until [`Proxy::release`](super::Proxy::release).
+    /// The direction of the unit is paused before the unit, until [`Proxy::release`](super::Proxy::release).
     Hold,
 }
 
