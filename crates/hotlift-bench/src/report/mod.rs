@@ -15,7 +15,6 @@
 //!
 //! The report contains no script, and loads no other files. All names and texts come from files of unknown origin, and
 //! the templates (maud) escape every one.
-//! the templates (maud) escape all of them.
 //!
 //! The pictures are drawn without a chart crate. Such crates bring fonts and a rasterizer, and they write text as SVG,
 //! which does not wrap in a narrow window.
