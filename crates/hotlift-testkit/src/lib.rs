@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`mod@alone`] | a test in a process of its own, and the memory of a process |
 //! | [`namespace`] | two hosts as network namespaces, and outages of their link |
-//! | [`proxy`] | a proxy that records, damages, holds, delays, cuts, and turns RST into FIN |
+//! | [`proxy`] | a proxy that records, damages, pauses, delays and cuts connections, and turns RST into FIN |
 //! | [`pki`] | a CA, and the certificates of hosts |
 //! | [`process`] | a process whose output is read, closed or left to fill |
 //! | [`running`] | a program started as a user does, and its output lines |

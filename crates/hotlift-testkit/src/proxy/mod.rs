@@ -1,4 +1,4 @@
-//! A proxy that damages, holds, delays and cuts its connections, over TCP or UNIX sockets.
+//! A proxy that damages, pauses, delays and cuts connections, over TCP or UNIX sockets.
 //!
 //! Every proxy can delay data and end connections. A [`Rule`] decides which data passes:
 //!
@@ -6,7 +6,7 @@
 //! |---|---|
 //! | [`rule`] | interface of a rule; the rule that passes everything |
 //! | [`bytes`] | records every byte, and flips one, selected by its offset |
-//! | [`units`] | parses the stream between two Hotlifts, and damages, cuts or holds one of its records |
+//! | [`units`] | parses the stream between two Hotlifts, and damages, cuts or pauses one of its records |
 
 pub mod bytes;
 pub mod records;
@@ -86,7 +86,7 @@ struct Core {
 struct Waits {
     /// Time until which no data passes; `None` without a wait.
     until: Option<Instant>,
-    /// True if a rule has requested a hold.
+    /// True if a rule has paused a direction.
     is_held: bool,
     is_released: bool,
     has_ended: bool,
@@ -260,7 +260,7 @@ impl<R: Rule> Proxy<R> {
         lock(&self.core.waits).is_held
     }
 
-    /// Releases all data that the rule holds, now and later.
+    /// Releases all data that the rule has paused or will pause.
     pub fn release(&self) {
         lock(&self.core.waits).is_released = true;
         self.core.changed.notify_all();
