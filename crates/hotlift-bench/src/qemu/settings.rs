@@ -86,9 +86,9 @@ pub fn set(qemu: &mut Process, cell: &Cell, options: &Options) -> Result<(), Sto
         .map_err(|error| lacks(&error))
 }
 
-/// Returns the capabilities that the migration mode needs or `cell` sets. `return-path` is always included. It makes
-/// QEMU's downtime end like Hotlift's, at the destination's message. Otherwise the downtime would end at the last byte
-/// that the source has written.
+/// Returns QEMU's migration capabilities that the migration mode needs or `cell` sets. `return-path` is always
+/// included. It makes QEMU's downtime end like Hotlift's, at the destination's message. Otherwise the downtime would
+/// end at the last byte that the source has written.
 fn capabilities(cell: &Cell, options: &Options) -> Result<Vec<(&'static str, bool)>, Stop> {
     let mut wanted = vec![
         ("multifd", options.stream.multifd()),
@@ -110,8 +110,8 @@ fn capabilities(cell: &Cell, options: &Options) -> Result<Vec<(&'static str, boo
     Ok(wanted)
 }
 
-/// Returns the parameters: a bandwidth above QEMU's default, the method, and those that `cell` sets. `knows` returns
-/// true for a parameter that this QEMU has.
+/// Returns QEMU's migration parameters: a bandwidth above QEMU's default, the method, and those that `cell` sets.
+/// `knows` returns true for a parameter that this QEMU has.
 fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> Result<Value, Stop> {
     let bandwidth = match options.stream.max_bandwidth {
         0 => UNLIMITED,

@@ -13,7 +13,7 @@ use super::tables;
 use crate::record::{Completed, Row};
 use crate::table::Grid;
 
-/// Maximum number of migrations that are drawn.
+/// Maximum number of migrations in the picture of chosen methods.
 const MAX_DRAWN: usize = 24;
 
 /// One interval of a run: the methods that `auto` chose in this interval.

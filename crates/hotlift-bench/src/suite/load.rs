@@ -38,7 +38,7 @@ pub struct Suite {
     /// Blocks of rows of the table.
     #[serde(default, rename = "block")]
     pub blocks: Vec<Block>,
-    /// Combinations of listed settings, which replace blocks.
+    /// Sweeps: rows for every combination of listed settings. A suite has either sweeps or blocks.
     #[serde(default, rename = "sweep")]
     pub sweeps: Vec<Sweep>,
     /// True if `--suite all` omits the suite, because its runs take hours.
