@@ -50,7 +50,7 @@ pub trait BuiltinGuest: Guest {
     /// about the last tick.
     fn writes(&self) -> u64;
 
-    /// Returns the sum of the time for which [`Guest::throttle`] has paused each vCPU so far.
+    /// Returns the time for which [`Guest::throttle`] has paused vCPUs so far, summed over all vCPUs.
     fn throttled_time(&self) -> Duration;
 
     /// Checks that no vCPU has failed.

@@ -23,7 +23,7 @@ pub(crate) fn low_u8(n: u64) -> u8 {
 }
 
 /// Maps `random` evenly to `0..bound`; returns 0 if `bound` is 0. The result is the high half of the product. The guest
-/// program computes it with the instruction `mul`, which stores the high half in rdx.
+/// program uses the instruction `mul`, which stores the high half in rdx.
 pub(crate) fn reduce(random: u64, bound: u64) -> u64 {
     let product = u128::from(random) * u128::from(bound);
     u64::try_from(product >> 64).unwrap_or(0)

@@ -95,7 +95,7 @@ pub enum DeviceError {
         /// Received length, in bytes.
         got: usize,
     },
-    /// A value differs between source and destination, but must be equal.
+    /// A value that must be equal on source and destination differs.
     #[error("{what} must be {expected} as here, got {got}")]
     Mismatch {
         /// Name of the value.

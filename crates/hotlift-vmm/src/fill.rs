@@ -286,7 +286,7 @@ impl Zeros {
         Ok(Self { share, seed })
     }
 
-    /// Returns the number of zero pages before block `block`. At every block, their share is the requested share.
+    /// Returns the number of zero pages before block `block`: the requested share of all pages before this block.
     fn before(&self, block: u64) -> u64 {
         self.of(block.saturating_mul(BLOCK))
     }

@@ -39,7 +39,7 @@ struct Shared {
     workers: Vec<Worker>,
 }
 
-/// Counters of a worker. While the worker runs, only its thread changes them.
+/// Counters of a worker thread. While the worker runs, only the worker changes the counters.
 #[derive(Default)]
 struct Worker {
     writes: AtomicU64,

@@ -33,7 +33,7 @@ pub(super) struct Mixed {
 }
 
 impl Mixed {
-    /// Returns a fill of `pages` pages.
+    /// Creates the alternating runs for `pages` pages of RAM.
     pub fn new(pages: u64, seed: u64) -> Self {
         let mut random = Numbers::new(nth(seed, 0x6d69_7865));
         let words = (1..=WORDS).map(|rank| word(&mut random, rank)).collect();
