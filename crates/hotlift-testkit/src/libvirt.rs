@@ -563,7 +563,7 @@ impl Hosts {
     }
 }
 
-/// Creates a file that every user may write to.
+/// Creates a file of `bytes` zero bytes that every user may write to.
 ///
 /// # Errors
 /// If the file cannot be created.

@@ -463,8 +463,8 @@ impl Core {
         lock(&self.waits).has_ended
     }
 
-    /// Returns the number of bytes that still pass, of `length` bytes from the destination. After these bytes, the
-    /// connections are cut.
+    /// Returns how many of `length` bytes from the destination may pass before a pending cut. Without a pending cut,
+    /// returns `length`.
     fn count(&self, length: usize) -> usize {
         let mut cut = lock(&self.cut);
         let Some(asked) = cut.as_mut() else {
