@@ -265,7 +265,7 @@ pub fn machine(
 /// test get the rest.
 pub(crate) const VCPU_NICE: i32 = 10;
 
-/// Lowers the priority of a QEMU's vCPUs to [`VCPU_NICE`].
+/// Lowers the priority of a QEMU's vCPUs to nice 10.
 pub fn lower_vcpu_priority(qmp: &mut Qemu) {
     let vcpus = qmp.client().execute("query-cpus-fast", &Value::Null);
     for vcpu in vcpus.iter().flat_map(|vcpus| vcpus.as_array()).flatten() {
