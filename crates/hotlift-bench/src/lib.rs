@@ -82,7 +82,7 @@ const RAM: u64 = 1 << 30;
 /// Flags of the program.
 #[derive(Debug, Args)]
 pub struct BenchArgs {
-    /// Run a suite instead of the matrix: a published table, all of them, or a table of Hotlift's own
+    /// Run this suite instead of the matrix: a published table, a table of Hotlift's own, or all
     #[arg(long, value_name = "NAME", value_parser = suite::choose, conflicts_with_all = ["methods",
           "levels", "channels", "zero_pages", "bandwidths", "workloads", "zero_shares", "zero_touched"])]
     suite: Option<Choice>,
@@ -100,13 +100,13 @@ pub struct BenchArgs {
     /// List the cells and the memory that they need, and run none
     #[arg(long)]
     dry_run: bool,
-    /// Measure this command [default: hotlift in the folder of this program, else on PATH]
+    /// Path of the hotlift to measure [default: hotlift in the folder of this program, else on PATH]
     #[arg(long, value_name = "PATH", hide_short_help = true)]
     hotlift: Option<PathBuf>,
-    /// Measure this QEMU with the same work in the same run
+    /// Path of a QEMU to measure with the same work in the same run
     #[arg(long, value_name = "PATH", conflicts_with = "to")]
     with_qemu: Option<PathBuf>,
-    /// Also measure QEMUs with two relays between them, which compress instead of the QEMUs
+    /// Also measure migrations between two QEMUs through two relays; the relays compress instead of the QEMUs
     #[arg(long, requires = "with_qemu", conflicts_with = "suite")]
     relays: bool,
     /// Migrate to the host where 'hotlift-bench --serve' waits: tcp:HOST:PORT
@@ -119,14 +119,14 @@ pub struct BenchArgs {
     /// and run nothing; repeatable
     #[arg(long, value_name = "FILE", hide_short_help = true)]
     kept: Vec<PathBuf>,
-    /// Limit the link on this machine by network namespaces (root), as in 1gbit or 200mbit,2ms; a
-    /// further rate holds from its time after the request to migrate on, as in 10gbit,500mbit@1s
+    /// Rate and delay of a link between two network namespaces (needs root), as in 1gbit or 200mbit,2ms;
+    /// 10gbit,500mbit@1s changes the rate 1 s after the request to migrate
     #[arg(long, value_name = "RATE[,DELAY][,RATE@TIME]", conflicts_with = "to")]
     link: Option<Link>,
-    /// Occupy a core with a busy thread, from this time after the request to migrate on
+    /// Keep one core busy with another thread, beginning this time after the request to migrate
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration, hide_short_help = true)]
     neighbour: Option<Duration>,
-    /// End a run that takes longer
+    /// Time limit of each run, in seconds; a longer run is ended and counts as failed
     #[arg(long, value_name = "SECONDS", default_value_t = 600, hide_short_help = true,
           value_parser = clap::value_parser!(u64).range(1..))]
     time_limit: u64,

@@ -15,7 +15,7 @@ use crate::error::BenchError;
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Matrix (lists with commas)")]
 pub struct MatrixArgs {
-    /// Page compression methods; "compress" is that of threads on the main channel
+    /// Page compression methods; "compress" is QEMU's old capability, which compresses on the main channel
     #[arg(
         long = "method",
         value_name = "NAMES",
@@ -23,7 +23,7 @@ pub struct MatrixArgs {
         default_value = "none,zlib,zstd,lz4"
     )]
     methods: Vec<String>,
-    /// Levels, for the methods that have some [default: each method's own]
+    /// Levels, for methods with levels [default: the default level of each method]
     #[arg(long = "level", value_name = "LEVELS", value_delimiter = ',')]
     levels: Vec<u8>,
     /// Numbers of multifd channels
@@ -38,7 +38,7 @@ pub struct MatrixArgs {
         default_value = "multifd"
     )]
     zero_pages: Vec<String>,
-    /// Limits of the migration in bytes/s, with suffix K, M, G; 0 is unlimited
+    /// Bandwidth limits in bytes/s, with suffix K, M or G; 0 is unlimited
     #[arg(
         long = "max-bandwidth",
         value_name = "RATES",
@@ -80,7 +80,7 @@ pub struct MatrixArgs {
         value_parser = share
     )]
     zero_shares: Vec<f64>,
-    /// An option of a migration with its values, as in --with mem-prealloc=off,on; repeatable
+    /// Any other option of a migration with its values, as in --with mem-prealloc=off,on; repeatable
     #[arg(long = "with", value_name = "NAME=VALUES", value_parser = axis)]
     with: Vec<Axis>,
 }

@@ -23,19 +23,19 @@ use crate::output_args::print;
 /// `hotlift agent`.
 #[derive(Debug, Subcommand)]
 pub enum AgentCommand {
-    /// Run the agent until SIGTERM; SIGHUP reads the configuration again
+    /// Run the agent until SIGTERM; after SIGHUP it reads its configuration file again
     Run(RunArgs),
-    /// Check the configuration and the certificates; as root, also check that migrations of this host reach the agent
+    /// Check the configuration file and the certificates; as root, also check that migrations of this host reach the agent
     Check(ConfigArgs),
-    /// Print the nftables rules that the agent installs, as a base for your own ruleset; or remove them
+    /// Print the nftables table that the agent installs, for use in your own ruleset; or remove the table
     Rules(RulesArgs),
-    /// Show the agent's budget and totals
+    /// Show the state of the agent, its limits of bandwidth and CPU time, and the totals of its migrations
     Status(AskArgs),
-    /// List the running migrations, and those that ended last
+    /// List the running migrations, and the migrations that ended last
     List(AskArgs),
     /// Cancel a migration; its guest stays on the source host
     Cancel(CancelArgs),
-    /// Change the limits of a running migration
+    /// Change the bandwidth limit or the weight of a running migration that leaves this host
     Limit(LimitArgs),
 }
 
@@ -52,7 +52,7 @@ pub struct ConfigArgs {
 pub struct RunArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Do not change nftables: the host's own ruleset contains the rules of 'hotlift agent rules'
+    /// Do not change nftables; use this if the host's own ruleset contains the table of 'hotlift agent rules'
     #[arg(long)]
     no_redirect: bool,
 }
@@ -62,7 +62,7 @@ pub struct RunArgs {
 pub struct RulesArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Remove the table that an agent left; migrations then leave this host without an agent
+    /// Remove the nftables table that an ended agent left; migrations then leave this host unencrypted
     #[arg(long)]
     remove: bool,
 }
@@ -80,7 +80,7 @@ pub struct AskArgs {
 /// Flags of `agent cancel`.
 #[derive(Debug, Args)]
 pub struct CancelArgs {
-    /// Id of the migration, as in 'hotlift agent list' and in the log
+    /// Id of the migration, from 'hotlift agent list' or from the log
     id: Id,
     #[command(flatten)]
     control: ControlArgs,
@@ -90,12 +90,12 @@ pub struct CancelArgs {
 #[derive(Debug, Args)]
 #[group(id = "limits", required = true, multiple = true, args = ["max_bandwidth", "weight"])]
 pub struct LimitArgs {
-    /// Id of the migration, as in 'hotlift agent list' and in the log
+    /// Id of the migration, from 'hotlift agent list' or from the log
     id: Id,
-    /// Highest number of bytes a second, such as 100M; 0 is unlimited
+    /// Bandwidth limit of the migration in bytes a second, such as 100M; 0 is unlimited
     #[arg(long, value_name = "RATE")]
     max_bandwidth: Option<String>,
-    /// Weight of the migration when the agent divides bandwidth and cores: 1 to 1000 [default: 100]
+    /// Weight of the migration when the agent divides bandwidth and cores, 1 to 1000; it is 100 unless agent.toml sets it
     #[arg(long, value_name = "N")]
     weight: Option<u32>,
     #[command(flatten)]

@@ -22,7 +22,7 @@ const ANSWER: Duration = Duration::from_secs(10);
 /// Where the agent is asked.
 #[derive(Debug, Args)]
 pub struct ControlArgs {
-    /// Control socket of the agent [default: /run/hotlift/agent.sock]
+    /// Control socket of this host's agent [default: /run/hotlift/agent.sock]
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
 }

@@ -42,11 +42,11 @@ const DAY: Duration = Duration::from_secs(24 * 3600);
 pub enum CertsCommand {
     /// Create a CA, which signs the certificates of your hosts
     ///
-    /// Its key must stay on this host. A person with the key can create certificates that all hosts accept.
+    /// Keep the key of the CA on this host. A person with the key can create certificates that all hosts accept.
     Init(InitArgs),
-    /// Create a host's certificates, one to accept connections and one to make them
+    /// Create the two certificates of a host: one to accept connections, one to make connections
     ///
-    /// With --out they are written to a folder for another host, together with the CA's certificate:
+    /// With --out, write them and the CA's certificate to a folder for another host:
     ///
     ///   hotlift certs host b.example 192.0.2.2 --out b
     ///
@@ -60,7 +60,7 @@ pub enum CertsCommand {
     Show(ShowArgs),
     /// Renew a host's certificates, for the same names, with new keys
     ///
-    /// Each file is replaced atomically. In a crontab, on the host of the CA:
+    /// The command replaces each file atomically. For a crontab on the host of the CA:
     ///
     ///   hotlift certs renew --within 30
     #[command(verbatim_doc_comment)]
@@ -87,13 +87,13 @@ pub struct InitArgs {
 /// Flags of `certs host`.
 #[derive(Debug, Args)]
 pub struct HostArgs {
-    /// DNS names and IP addresses of the host, as used for migrations to it
+    /// DNS names and IP addresses of the host, all that migrations to this host use
     #[arg(value_name = "NAME", required = true)]
     names: Vec<String>,
     /// Folder of the CA
     #[arg(long, value_name = "DIR", default_value = FOLDERS[0])]
     dir: PathBuf,
-    /// Folder for the certificates [default: the CA's folder, which suits only the host of the CA]
+    /// Folder for the certificates [default: the CA's folder, for the certificates of this host]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Validity in days
@@ -107,7 +107,7 @@ pub struct HostArgs {
 /// Flags of `certs show`.
 #[derive(Debug, Args)]
 pub struct ShowArgs {
-    /// Folder to read [default: /etc/pki/hotlift, or /etc/pki/qemu if that has none]
+    /// Folder to read [default: /etc/pki/hotlift, or /etc/pki/qemu if the first has no certificates]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// Print JSON

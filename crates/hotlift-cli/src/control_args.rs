@@ -17,7 +17,7 @@ pub struct ControlArgs {
     /// Serve the human monitor (HMP) at this address: stdio, PATH, unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS")]
     monitor: Option<HmpAddress>,
-    /// Permissions of the UNIX sockets, in octal
+    /// Permissions of the UNIX sockets of --control and --monitor, in octal
     #[arg(
         long,
         value_name = "MODE",
@@ -26,7 +26,7 @@ pub struct ControlArgs {
         hide_short_help = true
     )]
     control_mode: u32,
-    /// Allow TCP sockets on addresses that other hosts can reach, although there is no authentication
+    /// Allow --control and --monitor on addresses that other hosts can reach, although they have no authentication
     #[arg(long, hide_short_help = true)]
     control_from_other_hosts: bool,
 }

@@ -34,23 +34,23 @@ use crate::output_args::OutputArgs;
 /// Flags of `drain`.
 #[derive(Debug, Args)]
 pub struct DrainArgs {
-    /// Destination hosts: each a name (qemu+ssh://NAME/system) or a URI of libvirt
+    /// Destination hosts, separated by commas: a host name, for qemu+ssh://NAME/system, or a URI of libvirt
     #[arg(long, value_name = "HOST", required = true, value_delimiter = ',', value_parser = to_uri)]
     to: Vec<String>,
     /// Move only this domain, by name or UUID; repeatable [default: all running domains]
     #[arg(long = "domain", value_name = "NAME")]
     domains: Vec<String>,
-    /// libvirt of this host
+    /// URI of this host's libvirt
     #[arg(long, value_name = "URI", default_value = "qemu:///system")]
     connect: String,
-    /// Highest number of domains to move at once [default: 2, or up to 8 small ones, within the limits of this host's agent]
+    /// Highest number of domains to move at once [default: 2, or up to 8 small domains; at most what this host's agent allows]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u8).range(1..))]
     at_once: Option<u8>,
-    /// Bandwidth of the link for the plan, in bytes a second, such as 125M [default: the limit of this host's agent, or
-    /// 125000000]
+    /// Bandwidth of the link that the plan assumes, in bytes a second, such as 125M [default: the limit of this host's agent,
+    /// or 125000000]
     #[arg(long, value_name = "BYTES", value_parser = to_bytes)]
     bandwidth: Option<u64>,
-    /// Connections of each domain's QEMU (virsh migrate --parallel); 0 for the main connection only
+    /// Number of connections of each domain's QEMU ('virsh migrate --parallel-connections'); 0 to use no --parallel
     #[arg(long, value_name = "NUMBER", default_value_t = 2)]
     parallel: u8,
     /// Print the plan, and move nothing

@@ -6,9 +6,9 @@ use hotlift_command::security::Switch;
 /// The flag, for commands that send a stream with multifd to a QEMU.
 #[derive(Debug, Clone, Default, Args)]
 pub struct FlushArgs {
-    /// Value of QEMU's property of the same name at the destination. 'on': each RAM section ends with a sync point, as in
-    /// machine types up to 8.0 and in QEMU before 8.1 [default: the value in the source's stream; else the value that the
-    /// destination's QEMU reports; else by the machine type's version]
+    /// Value of QEMU's property of the same name at the destination. With on, each RAM section ends with a sync point, as in
+    /// machine types up to 8.0 and in QEMU before 8.1 [default: the value in the source's stream, else that of the
+    /// destination's QEMU, else that of the machine type]
     #[arg(
         long,
         value_name = "on|off",

@@ -53,41 +53,42 @@ struct Cli {
 enum Command {
     /// Live-migrate the built-in guest between two processes of this host, and show the figures
     ///
-    /// Without flags, it migrates once with each page compression method. With a flag that chooses a method, it migrates once
-    /// with the given settings.
+    /// Without flags, the command migrates once with each page compression method. With a flag that chooses a method, it
+    /// migrates once with the given settings.
     Demo(demo::DemoArgs),
     /// Run one built-in guest
     #[command(subcommand)]
     Guest(GuestCommand),
     /// Move the guest of a running QEMU to a host with 'hotlift serve', or a domain of libvirt
     ///
-    /// Sets QEMU's migration capabilities and parameters, and restores them after the migration. The bandwidth is unlimited
-    /// unless max-bandwidth limits it, which counts bytes on the wire. Ctrl-C cancels; the guest stays here and keeps running.
+    /// The command sets QEMU's migration capabilities and parameters, and restores them after the migration. --max-bandwidth
+    /// limits the bytes on the wire; without it the bandwidth is unlimited. Ctrl-C cancels the migration; the guest stays here
+    /// and keeps running.
     ///
     ///   hotlift migrate --qmp /run/vm.qmp --to tcp:HOST:4444 --method zstd --channels 4
     ///
-    /// With --domain, libvirt does everything but move the pages ('virsh migrate --live'). A relay here sends them to the agent
-    /// of the destination ('hotlift agent'); both QEMUs use only the loopback of their host:
+    /// With --domain, libvirt controls the migration ('virsh migrate --live'), and a relay in this command sends the pages to
+    /// the agent of the destination ('hotlift agent'). Both QEMUs use only the loopback of their host:
     ///
     ///   hotlift migrate --domain web1 --to qemu+ssh://HOST/system --parallel 4
     ///
     /// Both hosts need certificates ('hotlift certs'), or --insecure.
     ///
-    /// Exit codes: 0 the destination has the guest, 1 failed and the guest stayed, 2 usage, 130 cancelled and the guest stayed,
-    /// 3 unknown whether the destination runs the guest, which is left paused here: 'hotlift settle'.
+    /// Exit codes: 0 the destination has the guest; 1 failed, the guest stayed here; 2 invalid command line; 130 cancelled, the
+    /// guest stayed here; 3 unknown whether the destination runs the guest, which is left paused here (see 'hotlift settle').
     #[command(verbatim_doc_comment)]
     Migrate(migrate::MigrateArgs),
     /// Move the domains of this host's libvirt to other hosts, by a plan
     ///
-    /// Domains that move fast come first; domains that write faster than the link sends come last. Several move at once while
-    /// their writes need at most half of the link. Each move is a 'virsh migrate --live', which the hosts' agents forward. A
-    /// domain whose move fails keeps running here. If a destination does not answer, no further move starts. Run the same
-    /// command again to move the remaining domains.
+    /// Domains that move fast come first. Domains that write faster than the link sends come last. Several domains move at once
+    /// while their writes need at most half of the link. Each move is a 'virsh migrate --live', which the hosts' agents forward.
+    /// A domain whose move fails keeps running here. If a destination stops answering, the command starts no further move. Run
+    /// the same command again to move the remaining domains.
     ///
     ///   hotlift drain --to b.example,c.example --dry-run
     ///
-    /// Exit codes: 0 all domains moved, 1 some stayed here or ended by themselves, 2 usage, 130 ended by a signal and the
-    /// others stayed, 3 unknown which host runs some of them, or both hosts do.
+    /// Exit codes: 0 all domains moved; 1 some domains stayed here or ended by themselves; 2 invalid command line; 130 ended by a
+    /// signal, the other domains stayed here; 3 some domains run on both hosts, or on an unknown host.
     #[command(verbatim_doc_comment)]
     Drain(drain::DrainArgs),
     /// Wait on the destination host for 'hotlift migrate', with a QEMU that receives the guest
@@ -101,28 +102,29 @@ enum Command {
     ///   hotlift serve --listen tcp::4444 -- qemu-system-x86_64 -machine pc-i440fx-7.2 -m 2G
     ///
     /// The command receives one guest. A QEMU that the command started keeps running afterwards if it has or may have the
-    /// guest; otherwise it is ended. QEMU's output is copied to standard error; if that is a pipe, only while this command
-    /// runs. Both hosts need certificates ('hotlift certs'), or --insecure.
+    /// guest; otherwise the command ends it. The command copies QEMU's output to standard error, but to a pipe only while the
+    /// command runs. Both hosts need certificates ('hotlift certs'), or --insecure.
     ///
-    /// With --files, it serves save files for 'hotlift restore --lazy tcp:HOST:4444/vm.save' on other hosts, until a signal:
+    /// With --files, the command serves save files for 'hotlift restore --lazy tcp:HOST:4444/vm.save' on other hosts, until a
+    /// signal ends it:
     ///
     ///   hotlift serve --listen tcp::4444 --files /srv/saved
     ///
-    /// Exit codes: 0 the guest is here, 1 failed and the guest is not here, 2 usage, 130 ended by a signal and the guest is not
-    /// here, 3 unknown whether the guest runs here; its QEMU is not ended.
+    /// Exit codes: 0 the guest is here; 1 failed, the guest is not here; 2 invalid command line; 130 ended by a signal, the guest
+    /// is not here; 3 unknown whether the guest runs here, and its QEMU keeps running.
     #[command(verbatim_doc_comment)]
     Serve(serve::ServeArgs),
     /// Relay migrations that QEMU itself starts, with one relay on each host
     ///
-    /// Run one relay on each host, and use QEMU's 'migrate' and 'migrate_incoming' as without relays. The bandwidth is
-    /// unlimited unless max-bandwidth is given: QEMU limits itself. The relay detects zero pages if the source does not, unless
-    /// zero-page-detection is given.
+    /// Run one relay on each host, and use QEMU's 'migrate' and 'migrate_incoming' as without relays. Without --max-bandwidth
+    /// only QEMU's own max-bandwidth limits the migration. Without --zero-page-detection the relay detects zero pages if the
+    /// source does not.
     #[command(subcommand)]
     Relay(relay::RelayCommand),
-    /// Forward the migrations of this host's libvirt: encrypted, compressed, within the host's budget
+    /// Encrypt, compress and forward the migrations of this host's libvirt, within a bandwidth and CPU limit
     ///
     /// One agent runs on each host. nftables redirects the migration connections of QEMU and libvirt to the agent, which
-    /// forwards them to the agent of the other host. 'virsh migrate --live' is used as without agents.
+    /// forwards them to the agent of the other host. Use 'virsh migrate --live' as without agents.
     ///
     ///   hotlift agent check && hotlift agent run
     ///
@@ -131,16 +133,16 @@ enum Command {
     Agent(agent::AgentCommand),
     /// Save the guest of a running QEMU to a file, while it runs
     ///
-    /// The guest runs until only the last pages are missing, and is then left paused, as by QEMU's own migration; with
-    /// --keep-running it continues. A failed save leaves no file, and the guest keeps running.
+    /// The guest is paused while the last pages are saved. It stays paused afterwards, as after QEMU's own migration, unless
+    /// --keep-running is given. A failed save leaves no file, and the guest keeps running.
     ///
     ///   hotlift save --qmp /run/vm.qmp vm.save --method zstd --channels 4
     #[command(verbatim_doc_comment)]
     Save(save::SaveArgs),
     /// Restore a guest from a file into a QEMU
     ///
-    /// Reads files of 'hotlift save' and QEMU's own mapped-ram files. It rejects a truncated or damaged file before the guest
-    /// runs; with --lazy, no damaged page reaches the guest.
+    /// The command reads files of 'hotlift save' and QEMU's own mapped-ram files. A guest of a truncated or damaged file never
+    /// runs; with --lazy, the guest gets no damaged page.
     ///
     ///   hotlift restore vm.save -- qemu-system-x86_64 -machine pc-i440fx-7.2 -m 2G
     ///
@@ -149,11 +151,11 @@ enum Command {
     ///   hotlift restore --lazy tcp:HOST:4444/vm.save --qmp /run/vm.qmp     from 'hotlift serve --files'
     ///
     /// With --lazy (files of 'hotlift save', QEMU 7.2 and later) the guest runs after some milliseconds, and receives its pages
-    /// when it needs them. If this command ends before all pages are loaded, the guest waits for the missing pages: --lazy
-    /// --resume loads them.
+    /// when it needs them. If this command ends before all pages are loaded, the guest waits for the missing pages; run the
+    /// command again with --lazy --resume to load them.
     ///
-    /// A QEMU that the command started keeps running afterwards, unless it did not receive the guest: then it is ended. Exit
-    /// codes as of 'serve'.
+    /// A QEMU that the command started keeps running if it received the guest; otherwise the command ends it. The exit codes
+    /// are those of 'hotlift serve'.
     #[command(verbatim_doc_comment)]
     Restore(restore::RestoreArgs),
     /// Show the content of a save file: machine, RAM, devices, and the pages and bytes stored by each compression method
@@ -163,12 +165,12 @@ enum Command {
     Show(show::ShowArgs),
     /// Continue or end a guest that a migration left paused (exit code 3)
     ///
-    /// The migration could not determine whether the destination runs the guest, and kept it here, complete. Check the
-    /// destination first. The command refuses a guest that no migration left paused.
+    /// The migration could not determine whether the destination runs the guest, so it kept the complete guest here, paused.
+    /// Check the destination first. The command refuses a guest that no migration left paused.
     ///
-    ///   hotlift settle --qmp /run/vm.qmp --there     the destination has it: end this copy
+    ///   hotlift settle --qmp /run/vm.qmp --there     the destination has the guest: end this copy
     ///
-    ///   hotlift settle --qmp /run/vm.qmp --here      it does not and never will: run it here
+    ///   hotlift settle --qmp /run/vm.qmp --here      the destination never runs the guest: run it here
     #[command(verbatim_doc_comment)]
     Settle(settle::SettleArgs),
     /// Watch a QEMU that 'serve' or 'restore' started
@@ -182,8 +184,8 @@ enum Command {
     },
     /// List the page compression methods and their libraries on this host; measure them on your memory
     ///
-    /// With a file, a process or a QEMU, it measures the ratio, rate and CPU time of every method on a sample of that memory,
-    /// on all cores. It changes nothing; it reads pages of a process through /proc/PID/mem.
+    /// With a file, a process or a QEMU, the command measures the ratio, rate and CPU time of every method on a sample of that
+    /// memory, on all cores. It changes nothing. It reads the pages of a process through /proc/PID/mem.
     ///
     ///   hotlift methods --measure /srv/memory.img     an image, or a folder of files
     ///
@@ -192,18 +194,18 @@ enum Command {
     Methods(methods::MethodsArgs),
     /// List the accelerators of this host, and what is missing to use them
     ///
-    /// Inspects devices, work queues, drivers, permissions and the vendors' libraries, and prints a command for everything that
-    /// is missing. It changes nothing, and only the vendors' libraries open queues, to test them.
+    /// The command inspects devices, work queues, drivers, permissions and the vendors' libraries, and prints a command for
+    /// everything that is missing. It changes nothing. Only the vendors' libraries open queues, to test them.
     Accel(accel::AccelArgs),
     /// Recommend settings for this host: the published rules for its accelerators, or method auto
     ///
-    /// Method auto chooses everything else during the migration. To measure a fixed method on your memory: 'hotlift methods
-    /// --measure'.
+    /// The command gives no other advice, because method auto chooses the rest during the migration. To measure a fixed method
+    /// on your memory, use 'hotlift methods --measure'.
     #[command(verbatim_doc_comment)]
     Advise(advise::AdviseArgs),
     /// Create and show the certificates with which hosts authenticate each other
     ///
-    /// On one host, also for a second one:
+    /// On one host, create a CA and the certificates of this host and of a second host:
     ///
     ///   hotlift certs init
     ///
@@ -211,14 +213,14 @@ enum Command {
     ///
     ///   hotlift certs host b.example 192.0.2.2 --out b     then copy folder b to b.example:/etc/pki/hotlift
     ///
-    /// Existing certificates for QEMU and libvirt, or from cert-manager, need no change: 'certs show --dir' shows them.
+    /// Hotlift also uses existing certificates of QEMU, libvirt or cert-manager without changes: see 'certs show --dir DIR'.
     #[command(subcommand, verbatim_doc_comment)]
     Certs(certs::CertsCommand),
 }
 
 #[derive(Subcommand)]
 enum GuestCommand {
-    /// Run a built-in guest; receive it from another process, or migrate it to one
+    /// Run a built-in guest; receive it from another process, or migrate it to another process
     ///
     /// In two shells, or on two hosts, with the same --guest, --ram and --vcpus:
     ///
@@ -228,10 +230,12 @@ enum GuestCommand {
     ///
     /// Two hosts need certificates ('hotlift certs'), or --insecure.
     ///
-    /// If it is unknown whether the destination runs the guest, the process does not end: it keeps the guest paused and prints
-    /// the 'hotlift settle' command to type. Exit codes: 0 the destination has the guest (or it was received and ran here), 1
-    /// failed and the guest stayed, 2 usage, 130 ended by a signal, 3 ended while the host of the guest was unknown, or by
-    /// 'hotlift settle --there'.
+    /// If it is unknown whether the destination runs the guest, the process keeps the guest paused, does not end, and prints the
+    /// 'hotlift settle' command to type.
+    ///
+    /// Exit codes: 0 the destination has the guest, or the guest was received and ran here; 1 failed, the guest stayed; 2
+    /// invalid command line; 130 ended by a signal; 3 ended while it was unknown which host runs the guest, or by 'hotlift
+    /// settle --there'.
     #[command(verbatim_doc_comment)]
     Run(guest_run::GuestRunArgs),
 }

@@ -30,10 +30,10 @@ use crate::output_args::OutputArgs;
 pub struct MethodsArgs {
     #[command(flatten)]
     memory: MemoryArgs,
-    /// Largest sample of pages with content, in bytes, with suffix K, M, G or T
+    /// Limit of the measured pages with content, in bytes, with suffix K, M, G or T
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = size, requires = "MemoryArgs")]
     sample: u64,
-    /// Measure only the CPU
+    /// Measure the methods on the CPU only, without accelerators
     #[arg(long, requires = "MemoryArgs")]
     no_accelerators: bool,
     /// Seed of the random choice of pages
@@ -50,7 +50,7 @@ struct MemoryArgs {
     /// Measure on a memory image or on the files of a folder (.zst files are decompressed)
     #[arg(long, value_name = "PATH")]
     measure: Option<PathBuf>,
-    /// Measure on the memory of a process, such as a QEMU: its largest mappings count as RAM
+    /// Measure on the memory of the process with this id, such as a QEMU; the largest mappings count as RAM
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
     /// Measure on the memory of the QEMU behind this QMP socket: PATH or unix:PATH

@@ -27,7 +27,7 @@ use crate::relay_report::{progress_line, relay_table};
 pub enum RelayCommand {
     /// Receive migrations from the QEMU of this host, and send them to the relay of another host
     ///
-    /// Pages are compressed here, so set the method and the number of channels here:
+    /// This relay compresses the pages, so set the method and the number of channels here:
     ///
     ///   hotlift relay source --listen unix:/run/a.sock --connect tcp:HOST:4444 --method zstd
     ///
@@ -39,8 +39,8 @@ pub enum RelayCommand {
     Source(RelayArgs),
     /// Receive migrations from the relay of another host, and pass them to the QEMU of this host
     ///
-    /// The stream shows the method of the other host. The options describe the stream to the QEMU of this host: it must have
-    /// the same number of multifd channels and the same method (usually none), or multifd off.
+    /// The relay detects the method of the other host. --channels, --method and --multifd describe the stream to the QEMU of
+    /// this host, and must be the settings of that QEMU (its method is usually none).
     ///
     ///   hotlift relay destination --listen tcp::4444 --connect unix:/run/b.sock
     ///
@@ -59,15 +59,15 @@ pub struct RelayArgs {
     /// Listen for migrations at this address: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI")]
     listen: Address,
-    /// Forward them to this address: tcp:HOST:PORT or unix:PATH
+    /// Forward migrations to this address: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI", value_parser = Address::of_peer)]
     connect: Address,
-    /// UUID of the VM, for the multifd channels; needed if the VM has one and the source does not use multifd
+    /// UUID of the VM, for the multifd channels; needed if the VM has a UUID and the source does not use multifd
     #[arg(long, value_name = "UUID")]
     uuid: Option<Uuid>,
     #[command(flatten)]
     flush: FlushArgs,
-    /// Relay one migration after another; a failed one is reported, and the relay waits for the next
+    /// Relay one migration after another, also after a failed migration, until a signal ends the relay
     #[arg(long)]
     forever: bool,
     #[command(flatten)]

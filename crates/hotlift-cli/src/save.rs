@@ -29,10 +29,10 @@ use crate::relay_report::Saved;
 /// Flags of `save`.
 #[derive(Debug, Args)]
 pub struct SaveArgs {
-    /// File to write; an existing file is replaced when the new one is complete
+    /// File to write; replaces an existing file once the new file is complete
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// QMP socket of the QEMU whose guest is saved: PATH, unix:PATH or tcp:HOST:PORT
+    /// QMP socket of the QEMU whose guest to save: PATH, unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS")]
     qmp: QmpAddress,
     /// Format of the file

@@ -50,13 +50,13 @@ const PROGRESS: Duration = Duration::from_secs(1);
 #[derive(Debug, Args)]
 #[command(group(ArgGroup::new("receiver").args(["command", "qmp", "files"]).required(true)))]
 pub struct ServeArgs {
-    /// Address for 'hotlift migrate': tcp:HOST:PORT (empty HOST: all addresses)
+    /// Address to listen at for 'hotlift migrate': tcp:HOST:PORT; an empty HOST means all addresses
     #[arg(long, value_name = "URI")]
     listen: Address,
     /// QMP socket of a QEMU that waits with '-incoming defer': PATH, unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS")]
     qmp: Option<QmpAddress>,
-    /// Serve the save files in this folder, and receive no guest
+    /// Serve the save files of this folder to other hosts, and receive no guest
     #[arg(
         long,
         value_name = "DIR",
@@ -66,7 +66,7 @@ pub struct ServeArgs {
     /// With --files: print events as lines of JSON on standard output
     #[arg(long, requires = "files")]
     json: bool,
-    /// Port for the pages, on the same addresses [default: a free one]
+    /// Port for the pages, at the addresses of --listen [default: a free port]
     #[arg(
         long,
         value_name = "PORT",
@@ -74,8 +74,8 @@ pub struct ServeArgs {
         hide_default_value = true
     )]
     data_port: u16,
-    /// Leave RAM in the shared files that both QEMUs of this host map (QEMU's x-ignore-shared); 'hotlift migrate' needs the
-    /// flag too
+    /// Do not receive RAM that both QEMUs, on one host, map from the same files (QEMU's x-ignore-shared); give the flag to
+    /// 'hotlift migrate' too
     #[arg(long, conflicts_with = "files")]
     ignore_shared: bool,
     /// Show no progress

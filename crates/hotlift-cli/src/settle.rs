@@ -37,10 +37,10 @@ pub struct SettleArgs {
 #[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
 struct GuestLocation {
-    /// The destination does not run the guest and never will: run it here
+    /// Run the guest here, because the destination does not run it and never will
     #[arg(long)]
     here: bool,
-    /// The destination has the guest: end the paused copy
+    /// End the paused copy here, because the destination has the guest
     #[arg(long)]
     there: bool,
 }

@@ -19,7 +19,7 @@ use crate::save_file::{location, named};
 /// Flags of `show`.
 #[derive(Debug, Args)]
 pub struct ShowArgs {
-    /// File of 'hotlift save' or of QEMU (with mapped-ram), or tcp:HOST:PORT/NAME of 'hotlift serve --files'
+    /// File of 'hotlift save', mapped-ram file of QEMU, or a file of 'hotlift serve --files': tcp:HOST:PORT/NAME
     #[arg(value_name = "FILE", value_parser = location())]
     file: Location,
     /// Read all pages and verify their checksums

@@ -35,7 +35,7 @@ pub struct GuestArgs {
     /// Bytes of RAM, with suffix K, M or G
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = ram)]
     pub ram: u64,
-    /// Memory behind the RAM: private anonymous memory, or a shared memfd
+    /// Kind of memory for the RAM: private anonymous memory, or a shared memfd
     #[arg(long, value_enum, default_value = "private", hide_short_help = true)]
     pub ram_backend: RamBackend,
     /// Write pattern of the guest: idle, random, sequential or hotset
@@ -47,11 +47,11 @@ pub struct GuestArgs {
     /// Size of the memory that the guest writes to, in bytes [default: an eighth of the RAM]
     #[arg(long, value_name = "SIZE", value_parser = size, hide_short_help = true)]
     pub working_set: Option<u64>,
-    /// Fill RAM with this file, page by page like a memory image, or with the files of this folder; .zst files are
-    /// decompressed. "generated" is a mix like that of a server, "mixed" alternates text and random bytes
+    /// Content of RAM: a memory image, a folder whose files are read one after the other (.zst files are decompressed),
+    /// "generated" (a mix like that of a server) or "mixed" (text and random bytes in turn)
     #[arg(long, value_name = "PATH", default_value = "generated")]
     pub fill: Fill,
-    /// Share of zero pages, 0 to 1 [default: 0.25; of a file, its own]
+    /// Share of zero pages, 0 to 1 [default: 0.25; with a memory image, the share in it]
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub zero_share: Option<f64>,
     /// Write the zero pages once, so that the host allocates them

@@ -27,8 +27,8 @@ pub fn tls(options: &TlsOptions, address: &Address) -> Result<Option<Arc<Tls>>, 
 #[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "TLS")]
 pub struct QemuTlsArgs {
-    /// Encrypt the connections with the QEMU of this host, with the certificates in this folder; QEMU needs an object
-    /// tls-creds-x509, named by its parameter tls-creds
+    /// Use TLS with the QEMU of this host, with the certificates in this folder; QEMU needs an object tls-creds-x509, and its
+    /// parameter tls-creds must name the object
     #[arg(
         id = "qemu_tls",
         long = "qemu-tls",
@@ -46,8 +46,8 @@ pub struct QemuTlsArgs {
         hide_short_help = true
     )]
     hostname: Option<String>,
-    /// Request a certificate from the source QEMU, as verify-peer of QEMU's tls-creds-x509. 'off' at a destination: its QEMU
-    /// has verify-peer=off and receives no certificate
+    /// At the source: request a certificate from QEMU, as verify-peer of QEMU's tls-creds-x509 does. At the destination: off
+    /// sends no certificate to QEMU, which must have verify-peer=off
     #[arg(
         id = "qemu_tls_verify_peer",
         long = "qemu-tls-verify-peer",

@@ -50,18 +50,18 @@ const IN_USE: &str = "Address already in use";
 #[derive(Debug, Args)]
 #[command(next_help_heading = "libvirt")]
 pub struct DomainArgs {
-    /// Connections of the domain's QEMU (virsh migrate --parallel)
+    /// Number of connections of the domain's QEMU ('virsh migrate --parallel-connections')
     #[arg(long, value_name = "NUMBER", requires = "domain", value_parser = clap::value_parser!(u8).range(1..))]
     parallel: Option<u8>,
     /// URI of this host's libvirt [default: qemu:///system]
     #[arg(long, value_name = "URI", requires = "domain")]
     connect: Option<String>,
-    /// Address of the destination's agent: tcp:HOST:PORT [default: the host of --to, port 16520, or 'peers' and 'agent-port' of
-    /// this host's agent]
+    /// Address of the destination's agent: tcp:HOST:PORT [default: the host of --to and port 16520, or as 'peers' and
+    /// 'agent-port' in this host's agent.toml set]
     #[arg(long, value_name = "URI", requires = "domain", value_parser = Address::of_peer)]
     agent: Option<Address>,
-    /// Range of loopback ports: both QEMUs use the same one, which the destination's agent must allow [default: 49152-49215, or
-    /// 'ports' of this host's agent]
+    /// Range of loopback ports; both QEMUs use one port of it, which the destination's agent must allow [default: 'ports' in
+    /// this host's agent.toml, or 49152-49215]
     #[arg(long, value_name = "FIRST-LAST", requires = "domain")]
     ports: Option<Ports>,
     /// More options of 'virsh migrate'

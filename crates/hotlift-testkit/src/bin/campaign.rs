@@ -32,39 +32,40 @@ const MAX_CASES: u64 = 100_000;
 /// Assumed duration of a case without the duration of its faults.
 const CASE: Duration = Duration::from_secs(6);
 
-/// Runs random faults on real migrations, and counts what came of them. Needs root: it makes network namespaces of
-/// its own, and uses no other network.
+/// Cause random faults in real migrations, and count the outcomes
+///
+/// It needs root, because it creates network namespaces. It uses no other network.
 #[derive(Debug, Parser)]
 #[command(name = "campaign")]
 struct Flags {
-    /// The hotlift to test [default: the one beside this program]
+    /// Path of the hotlift to test [default: hotlift in the folder of this program]
     #[arg(long, value_name = "PATH")]
     hotlift: Option<PathBuf>,
-    /// Seed that decides the whole list of cases of this version [default: the number of this day]
+    /// Seed of the list of cases; the same version makes the same list [default: the number of days since 1970]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Number of faults of all cases together
+    /// Total number of faults in all cases
     #[arg(long, value_name = "N", default_value_t = 100)]
     faults: usize,
-    /// Time limit in seconds: no case starts that would end later, and long cases are left out
+    /// Time limit of the run in seconds; leaves out long cases, and cases that would end later
     #[arg(long, value_name = "SECONDS")]
     seconds: Option<u64>,
-    /// Run this case alone (may be given again)
+    /// Run only the case with this number; repeatable
     #[arg(long, value_name = "N")]
     only: Vec<u64>,
-    /// Run only cases with a fault whose name contains this text, as the summary has it (may be given again)
+    /// Run only cases with a fault whose name in the summary contains this text; repeatable
     #[arg(long, value_name = "TEXT", conflicts_with_all = ["only", "case"])]
     kind: Vec<String>,
-    /// Run the case that this JSON describes (may be given again)
+    /// Run the case that this JSON describes; repeatable
     #[arg(long, value_name = "JSON", conflicts_with = "only")]
     case: Vec<String>,
-    /// Show the cases, and run none
+    /// List the cases, and run none
     #[arg(long)]
     list: bool,
-    /// Number of cases that run at once
+    /// Number of cases to run at once
     #[arg(long, value_name = "N", default_value_t = 4)]
     jobs: usize,
-    /// Append a line of JSON for each case; those that are there already are not run again
+    /// Append a line of JSON for each case to this file, and skip the cases that are in it already
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// Stage of this process: all but the first run in a PID and a mount namespace, whose init ends all processes in it

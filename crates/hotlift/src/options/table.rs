@@ -165,7 +165,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..capability("postcopy-ram", plain!(Switch, postcopy.ram))
     },
     OptionInfo {
-        help: "Accepted for compatibility, without effect: the destination always answers, as with on",
+        help: "Has no effect, and exists for QEMU's clients: the destination always answers, as with on",
         ..capability("return-path", plain!(Switch, return_path))
     },
     OptionInfo {
@@ -237,7 +237,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..capability("postcopy-preempt", plain!(Switch, postcopy.preempt))
     },
     OptionInfo {
-        help: "Time between the first and the second announcement of a guest at its destination",
+        help: "Time between the first and the second announcement of the guest to the destination's network",
         group: Group::Announce,
         values: number(0, 100000),
         unit: "ms",
@@ -245,7 +245,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("announce-initial", number!(announce.initial))
     },
     OptionInfo {
-        help: "Longest time between two announcements",
+        help: "Longest time between two announcements of the guest to the network",
         group: Group::Announce,
         values: number(0, 100000),
         unit: "ms",
@@ -253,14 +253,14 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("announce-max", number!(announce.max))
     },
     OptionInfo {
-        help: "Number of announcements",
+        help: "Number of announcements of the guest to the network",
         group: Group::Announce,
         values: number(0, 1000),
         not_for: &[NotFor::any(RELAYS, ANNOUNCES)],
         ..parameter("announce-rounds", number!(announce.rounds))
     },
     OptionInfo {
-        help: "Increase of the time between announcements, after each of them",
+        help: "Increase of the time between two announcements of the guest, after each announcement",
         group: Group::Announce,
         values: number(1, 10000),
         unit: "ms",
@@ -275,14 +275,14 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("compress-level", number!(stream.levels.compress))
     },
     OptionInfo {
-        help: "Number of threads that compress, with compress",
+        help: "Number of threads that compress pages with compress=on",
         group: Group::Main,
         values: number(1, 255),
         with: Some(With::Compress),
         ..parameter("compress-threads", number!(stream.compress_threads))
     },
     OptionInfo {
-        help: "Wait for a free compression thread; off sends pages uncompressed while no thread is free",
+        help: "on: wait for a free compression thread; off: send pages uncompressed while no thread is free",
         group: Group::Main,
         not_for: &[NotFor::any(
             RELAYS,
@@ -292,7 +292,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("compress-wait-thread", plain!(Switch, compress_wait_thread))
     },
     OptionInfo {
-        help: "Number of threads that decompress, with compress",
+        help: "Number of threads that decompress pages with compress=on",
         group: Group::Main,
         values: number(1, 255),
         not_for: &[NotFor::any(
@@ -316,7 +316,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         )
     },
     OptionInfo {
-        help: "Share of the vCPUs' time that the first step of auto-converge takes",
+        help: "Share of the vCPUs' time that the first step of auto-converge takes from the guest",
         group: Group::Throttle,
         values: number(1, 99),
         unit: "%",
@@ -326,7 +326,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("cpu-throttle-initial", number!(auto_converge.initial))
     },
     OptionInfo {
-        help: "Increase of that share in each later step of auto-converge",
+        help: "Further share of the vCPUs' time that each later step of auto-converge takes from the guest",
         group: Group::Throttle,
         values: number(1, 99),
         unit: "%",
@@ -336,7 +336,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("cpu-throttle-increment", number!(auto_converge.increment))
     },
     OptionInfo {
-        help: "Limit the last steps of auto-converge to the share that is needed",
+        help: "Let the last steps of auto-converge take only as much of the vCPUs' time as needed",
         group: Group::Throttle,
         live: true,
         not_for: &[NotFor::any(RELAYS, SLOWS)],
@@ -347,7 +347,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         )
     },
     OptionInfo {
-        help: "Highest share of the vCPUs' time that auto-converge takes",
+        help: "Highest share of the vCPUs' time that auto-converge takes from the guest",
         group: Group::Throttle,
         values: number(1, 99),
         unit: "%",
@@ -412,7 +412,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         defaults: &[RoleDefault {
             roles: &[Role::Migrate, Role::Save],
             value: None,
-            help_text: "as the source's QEMU has it",
+            help_text: "the value of the source's QEMU",
         }],
         ..parameter("downtime-limit", time!(1, switchover.downtime_limit))
     },
@@ -452,7 +452,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         )
     },
     OptionInfo {
-        help: "Level of method zlib: 0 stores, 1 is fastest, 9 is smallest",
+        help: "Level of method zlib: 0 stores pages uncompressed, 1 is fastest, 9 is smallest",
         group: Group::Levels,
         values: number(0, 9),
         ..parameter("multifd-zlib-level", number!(stream.levels.zlib))
@@ -470,7 +470,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("multifd-qatzip-level", number!(stream.levels.qatzip))
     },
     OptionInfo {
-        help: "Detection of zero pages: none, by the migration thread (legacy), the channel threads (multifd) or DSA",
+        help: "Detection of zero pages: none, in the migration thread (legacy), in the channel threads (multifd), or by DSA",
         group: Group::Everyday(6),
         values: Values::ZeroPages,
         not_for: &[NotFor {
@@ -482,7 +482,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         defaults: &[RoleDefault {
             roles: RELAYS,
             value: None,
-            help_text: "in the relay, if the source detects none",
+            help_text: "the relay detects zero pages if the source does not",
         }],
         ..parameter(
             "zero-page-detection",
@@ -540,7 +540,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("multifd-packet-size", number!(stream.multifd_packet_size))
     },
     OptionInfo {
-        help: "Size of the cache of sent pages, with xbzrle",
+        help: "Size of the cache of sent pages with xbzrle=on",
         group: Group::Main,
         values: Values::PowerOfTwo,
         unit: "bytes",
@@ -580,8 +580,8 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("goal", plain!(Goal, stream.goal))
     },
     OptionInfo {
-        help: "Method that auto uses if the destination is a QEMU: that QEMU's multifd-compression; auto chooses the level of \
-               zlib and zstd for each packet",
+        help: "Method that auto uses if the destination is a QEMU; set it to that QEMU's multifd-compression; auto chooses the \
+               level of zlib and zstd for each packet",
         group: Group::Channels,
         values: Values::Method,
         not_for: &[NotFor::any(
@@ -596,14 +596,14 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("qemu-reads", plain!(Method, stream.qemu_reads))
     },
     OptionInfo {
-        help: "CPU time that the channels of this side may use, in cores; 0 is unlimited",
+        help: "CPU time that all channels of this side may use together, in cores; 0 is unlimited",
         group: Group::Channels,
         values: Values::Cores,
         live: true,
         ..ours("cpu-limit", plain!(Cores, stream.cpu_limit))
     },
     OptionInfo {
-        help: "Accelerator of the method: used if it works, not used, or required at the start",
+        help: "Accelerator of the method: auto uses it if it works, off never, required fails without it",
         group: Group::Everyday(7),
         values: Values::Accelerator,
         ..ours("accelerator", plain!(Accelerator, stream.accelerator))
@@ -628,16 +628,16 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("max-channels", number!(limits.max_channels))
     },
     OptionInfo {
-        help: "Memory that a source can make its receiver allocate, in addition to 1M for each channel; packets in transit \
-               and threads are not counted",
+        help: "Limit of the memory that a source can make its receiver allocate; 1M for each channel, packets in transit and \
+               threads do not count",
         group: Group::Limits,
         values: Values::Size,
         unit: "bytes",
         ..ours("memory-limit", number!(limits.memory_limit))
     },
     OptionInfo {
-        help: "Time in which a source that lost its connections at the handover asks the destination which host runs the \
-               guest",
+        help: "Time for which a source asks the destination which host runs the guest, after the connections failed at the \
+               handover",
         group: Group::Limits,
         values: number(1, 86_400),
         unit: "s",
@@ -648,9 +648,9 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("settle-timeout", time!(1000, limits.settle_timeout))
     },
     OptionInfo {
-        help: "Before the switchover, fail the migration if the other host sends no answer for this time, at least 5 s; a host \
-               that answers but does not read is waited for; 0: the kernel's own limit, about 15 minutes with data in \
-               transit",
+        help: "Fail a migration before its switchover if the other host sends no answer for this time, at least 5 s; a host \
+               that answers, but does not read, causes no failure; 0 uses the kernel's limit, about 15 minutes with data \
+               in transit",
         group: Group::Limits,
         values: number(0, MAX_SILENCE_TIMEOUT.as_secs()),
         unit: "s",
