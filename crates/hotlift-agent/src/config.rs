@@ -34,7 +34,7 @@ pub enum ConfigError {
         file: PathBuf,
     },
     /// An invalid key or value.
-    #[error("{} line {line}: {key}: {problem}", file.display())]
+    #[error("{} line {line}, {key}: {problem}", file.display())]
     Key {
         /// The file.
         file: PathBuf,

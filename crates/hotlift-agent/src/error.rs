@@ -30,9 +30,9 @@ pub enum AgentError {
     Tls(#[source] Box<TlsSetupError>),
     /// With the agent's certificates, handshakes with other agents would fail.
     #[error(
-        "the certificates in {} have {count} problem(s), listed above ('hotlift certs show --dir {}' lists all)",
+        "the certificates in {0} have {count} {problems}, listed above; 'hotlift certs show --dir {0}' lists all",
         dir.display(),
-        dir.display()
+        problems = problems(*count)
     )]
     Certificates {
         /// Certificate folder.
@@ -41,8 +41,8 @@ pub enum AgentError {
         count: usize,
     },
     /// A port cannot be opened.
-    #[error("cannot listen")]
-    Listen(#[source] TransportError),
+    #[error(transparent)]
+    Listen(TransportError),
     /// The system could not provide a resource.
     #[error("cannot create {what}")]
     System {
@@ -57,8 +57,9 @@ pub enum AgentError {
     Rules(#[from] RulesError),
     /// Because of this host's setup, some migrations do not reach the agent.
     #[error(
-        "some migrations of this host bypass the agent, problems found: {count} (listed above; with plaintext = \"refuse\" \
-         these migrations fail; change the listed rules, or 'ports', 'users' and 'destinations' in agent.toml)"
+        "some migrations of this host bypass the agent ({count} {problems}, listed above), and fail if plaintext = \"refuse\"; \
+         change the listed rules, or 'ports', 'users' and 'destinations' in agent.toml",
+        problems = problems(*count)
     )]
     NotRedirected {
         /// Number of problems found.
@@ -132,6 +133,11 @@ pub enum RulesError {
     NoMark(#[source] std::io::Error),
 }
 
+/// Returns the noun after `count`.
+const fn problems(count: usize) -> &'static str {
+    if count == 1 { "problem" } else { "problems" }
+}
+
 /// Errors of a migration or a tunnel.
 #[derive(Debug, thiserror::Error)]
 pub enum CarryError {
@@ -147,12 +153,14 @@ pub enum CarryError {
     /// The agent ended before a cancelled migration did. The migration's QEMU has received SHUT(0) (the destination loaded the
     /// guest), and has not closed its connection.
     #[error(
-        "the agent ended before it knew which QEMU has the guest: if the destination's QEMU does not run it, send 'cont' at \
-         the source (libvirt does this itself)"
+        "the agent ended before it knew which QEMU has the guest; if the destination's QEMU does not run it, send 'cont' to \
+         the source's QEMU (libvirt does this itself)"
     )]
     Unsettled,
     /// No process listens at the port of the agent for `to`, and the configuration refuses unencrypted migrations.
-    #[error("no agent answers for {to}, and plaintext = \"refuse\"")]
+    #[error(
+        "no agent answers for {to}, and plaintext = \"refuse\" allows no migration without one"
+    )]
     NoAgent {
         /// Destination of the migration.
         to: SocketAddr,
@@ -162,8 +170,8 @@ pub enum CarryError {
     },
     /// The agent cannot be reached, but may exist: the error does not exclude it, or the key `peers` names an agent.
     #[error(
-        "cannot reach the agent for {to}, and a migration without it would be unencrypted (check its host, this host's routes \
-         and limit of open files, and [peers])"
+        "cannot reach the agent for {to}, and a migration without it would be unencrypted (check that host, this host's routes \
+         and limit of open files, and [peers] in agent.toml)"
     )]
     AgentUnreached {
         /// Destination of the migration.

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 /// Error of an invalid value, with the expected form.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{got}' is not allowed: expected {expected}")]
+#[error("'{got}' is not allowed; expected {expected}")]
 pub struct BadValue {
     /// The invalid text.
     pub got: String,

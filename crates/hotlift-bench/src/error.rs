@@ -50,7 +50,7 @@ pub enum BenchError {
     #[error("cannot reach 'hotlift-bench --serve'")]
     NoRemoteHost(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// A flag sets an option that the rows of a suite set themselves.
-    #[error("the rows of suite {suite} set {option} themselves: leave out {flag}")]
+    #[error("the rows of suite {suite} set {option} themselves; leave out {flag}")]
     SuiteSets {
         /// The suite's name.
         suite: String,
@@ -68,7 +68,7 @@ pub enum BenchError {
         problem: String,
     },
     /// The limited link of flag `--link` cannot be created.
-    #[error("no link as asked for: {problem}")]
+    #[error("cannot create the link of --link: {problem}")]
     Link {
         /// The reason.
         problem: String,

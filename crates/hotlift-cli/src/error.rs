@@ -70,7 +70,7 @@ fn resume(answers: bool, rest: MissingPagesFrom, resume: &str) -> String {
     let unless = match answers {
         true => "each vCPU of the guest waits at the first missing page that it needs",
         false => {
-            "if its QEMU has ended, the guest has ended too; otherwise it waits for the missing pages"
+            "if the guest's QEMU has ended, the guest has ended too; otherwise it waits for the missing pages"
         }
     };
     let rest = match rest {
@@ -130,7 +130,7 @@ pub enum CommandError {
     #[error("QEMU received the guest, then ended: {how}")]
     EndedSince { how: String },
     #[error(
-        "cannot determine whether the guest runs here: {reasons}; its QEMU was not ended ({qemu})"
+        "cannot determine whether the guest runs here: {reasons}; hotlift did not end its QEMU ({qemu})"
     )]
     NotKnown { reasons: String, qemu: String },
     #[error("QEMU has the guest, but does not run it: {reasons} ({qemu})")]
@@ -184,7 +184,7 @@ pub enum CommandError {
     #[error("QEMU refuses {count} of the differences above, so a migration would fail")]
     Different { count: usize },
     /// 'hotlift serve' did not complete the pending step in time.
-    #[error("'hotlift serve' at {address} failed: {missing} within {limit:?}")]
+    #[error("'hotlift serve' at {address} failed after {limit:?}: {missing}")]
     ServeSilent {
         address: Address,
         missing: &'static str,
@@ -212,7 +212,7 @@ pub enum CommandError {
     },
     #[error("the agent refuses: {reason}")]
     AgentRefuses { reason: String },
-    #[error("{0}: give a loopback address, or add --control-from-other-hosts")]
+    #[error("{0}; give a loopback address, or add --control-from-other-hosts")]
     OtherHosts(MonitorError),
     #[error(transparent)]
     Virsh(#[from] VirshError),
@@ -222,14 +222,14 @@ pub enum CommandError {
         expected: &'static str,
     },
     #[error(
-        "'{uri}' names no host, so the address of its agent is unknown: give --agent tcp:HOST:PORT"
+        "'{uri}' names no host, so the address of its agent is unknown; give --agent tcp:HOST:PORT"
     )]
     NoHost { uri: String },
     #[error(
-        "no port of {ports} is free on loopback: give other ports that the destination's agent allows, --ports FIRST-LAST"
+        "no port of {ports} is free on loopback; give other ports that the destination's agent allows: --ports FIRST-LAST"
     )]
     NoPort { ports: Ports },
-    #[error("this command does not copy disks: use 'virsh migrate', with an agent on both hosts")]
+    #[error("this command does not copy disks; use 'virsh migrate', with an agent on both hosts")]
     DiskCopies,
     #[error("{domain} does not run at {uri}")]
     NoGuest { domain: String, uri: String },
@@ -245,15 +245,22 @@ pub enum CommandError {
     },
     #[error("migration failed, and the domain stayed here: {reason}")]
     DomainStayed { reason: String },
-    #[error("migration failed, and the host that runs the domain is unknown: {reason}")]
+    #[error("migration failed, and the domain needs a check on both hosts: {reason}")]
     DomainInDoubt { reason: String },
-    #[error("the domain ended before it could move, and is on neither host: {reason}")]
+    #[error("the domain ended before the move, so neither host has it: {reason}")]
     DomainEnded { reason: String },
     #[error("{stayed} of {of} domains stayed here")]
     DomainsStayed { stayed: usize, of: usize },
-    #[error("{ended} of {of} domains ended before they could move, and are on neither host")]
+    #[error(
+        "{ended} of {of} domains ended before the move, so neither host has {}",
+        if *ended == 1 { "it" } else { "them" }
+    )]
     DomainsEnded { ended: usize, of: usize },
-    #[error("the host that runs the domain is unknown for {domains} of the domains")]
+    #[error(
+        "{domains} of the domains {} a check on both hosts, because {} on an unknown host or on both",
+        if *domains == 1 { "needs" } else { "need" },
+        if *domains == 1 { "it runs" } else { "they run" }
+    )]
     DomainsInDoubt { domains: usize },
     #[error("--incoming=defer needs --control or --monitor, which receive 'migrate-incoming'")]
     Deferred,
@@ -275,7 +282,7 @@ impl CommandError {
                  it, end this copy: hotlift settle --qmp {qmp} --there"
             )),
             Self::Qemu(QemuError::RunsTwice { qmp }) => Some(format!(
-                "end one of the two at once; to end the copy here, send 'quit' to {qmp}"
+                "end one of the two guests at once; to end the guest here, send 'quit' to {qmp}"
             )),
             Self::NotRunning {
                 can_run,
@@ -283,11 +290,11 @@ impl CommandError {
                 ..
             } => Some(match (has_source, can_run) {
                 (true, _) => stopped(QMP_OF_THE_SOURCE),
-                (false, true) => "its log has the cause (such as a locked disk); remove the cause, then send 'cont' to run \
-                                  the guest; or end this QEMU and restore the guest again"
+                (false, true) => "QEMU's log has the cause (such as a locked disk); remove the cause, then send 'cont' to \
+                                  run the guest; or end this QEMU and restore the guest again"
                     .to_owned(),
-                (false, false) => "its log has the cause (such as a locked disk); 'cont' cannot run this guest: end this QEMU \
-                                   and restore the guest into another"
+                (false, false) => "QEMU's log has the cause (such as a locked disk); 'cont' cannot run this guest, so end this \
+                                   QEMU and restore the guest into another"
                     .to_owned(),
             }),
             Self::Qemu(QemuError::Stalled { qmp, .. }) => Some(format!(
@@ -341,12 +348,12 @@ impl CommandError {
             Self::ServeSilent {
                 has_hello: false, ..
             } => Some(
-                "that process may be stopped, or may serve another source: check it on the destination host, or restart it",
+                "that process may be stopped, or may serve another source; check it on the destination host, or restart it",
             ),
             Self::ServeSilent {
                 has_hello: true, ..
             } => Some(
-                "its QEMU may wait for a disk, for memory or for another QMP client: check the output of 'hotlift serve'",
+                "that QEMU may wait for a disk, for memory or for another QMP client; check the output of 'hotlift serve'",
             ),
             Self::Different { .. } => Some(
                 "start the destination's QEMU as the lines below the table describe; 'hotlift migrate --ignore-differences' leaves \
@@ -364,14 +371,14 @@ impl CommandError {
                 )
             }
             Self::DataPort(_) => Some(
-                "pages use a second port, which the firewall must allow too: 'hotlift serve --data-port PORT' sets it",
+                "pages use a second port, which the firewall must allow too; 'hotlift serve --data-port PORT' sets it",
             ),
             // QEMU's message for a disk that another process has locked.
             Self::Qemu(QemuError::Failed { reasons })
                 if reasons.contains("Failed to get") && reasons.contains("lock") =>
             {
                 Some(
-                    "another process uses a disk of this VM: end it, and migrate again; QEMU's log names the file",
+                    "another process uses a disk of this VM; end that process, and migrate again; QEMU's log names the file",
                 )
             }
             // QEMU's message for guest RAM in a file on disk.
@@ -383,7 +390,7 @@ impl CommandError {
                  to /dev/userfaultfd (Linux 6.1 and newer)",
             ),
             Self::Qemu(QemuError::Busy { status }) if status == "postcopy-active" => Some(
-                "a lazy restore or a postcopy migration sends this guest its pages: wait until it has all of them",
+                "a lazy restore or a postcopy migration still sends pages to this guest; wait until it has all of them",
             ),
             Self::Qemu(QemuError::Busy { status }) if status == "postcopy-paused" => Some(
                 "the guest waits for pages. After a lazy restore: hotlift restore --lazy --resume FILE --qmp ADDRESS. \
@@ -428,7 +435,7 @@ impl CommandError {
                 Some("nothing was moved; 'virsh list --all' lists the domains of this host")
             }
             Self::DomainEnded { .. } | Self::DomainsEnded { .. } => Some(
-                "if its guest was not shut down, read its QEMU's log in /var/log/libvirt/qemu on both hosts",
+                "if the guest was not shut down on purpose, read its QEMU's log in /var/log/libvirt/qemu on both hosts",
             ),
             Self::NoAgentThere { .. } => {
                 Some("start 'hotlift agent run' on that host, with certificates of the same CA")
@@ -438,7 +445,7 @@ impl CommandError {
                  it; if it runs on both hosts, 'virsh destroy' one of them at once",
             ),
             Self::NothingToSettle { .. } => Some(
-                "'hotlift settle' accepts only a guest that a migration left paused: check 'query-status' and 'query-migrate'",
+                "'hotlift settle' accepts only a guest that a migration left paused; check 'query-status' and 'query-migrate'",
             ),
             Self::Qemu(error) => error.advice(),
             _ => None,
@@ -564,7 +571,7 @@ mod tests {
             source: ErrorKind::AddrInUse.into(),
         };
         let (line, advice) = of(QemuError::Address(in_use));
-        assert_eq!(line, "failed to listen on 'tcp::4445': address in use");
+        assert_eq!(line, "cannot listen on 'tcp::4445': address in use");
         assert!(advice.starts_with("choose another port"), "{advice}");
     }
 
@@ -599,11 +606,11 @@ mod tests {
         let message = "Host backend files need to be TMPFS or HUGETLBFS only".to_owned();
         let (_, advice) = of(QemuError::NoPostcopy { message });
         assert!(advice.contains("without --lazy"), "{advice}");
-        let reasons = "cannot reach the other side".to_owned();
+        let reasons = "cannot connect to 'tcp:b:40123'".to_owned();
         let blocked = CommandError::DataPort(QemuError::Failed { reasons });
         assert_eq!(
             blocked.line(),
-            "migration failed: cannot reach the other side"
+            "migration failed: cannot connect to 'tcp:b:40123'"
         );
         assert!(blocked.advice().unwrap().contains("--data-port"));
     }

@@ -57,27 +57,27 @@ const ARRIVAL_TIME: Duration = Duration::from_millis(50);
 /// Flags of `migrate`.
 #[derive(Debug, Args)]
 pub struct MigrateArgs {
-    /// QMP socket of the QEMU whose guest moves: PATH, unix:PATH or tcp:HOST:PORT
+    /// QMP socket of the QEMU whose guest to move: PATH, unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS", required_unless_present = "domain")]
     qmp: Option<QmpAddress>,
-    /// Domain of libvirt to move, instead of --qmp
+    /// Name or UUID of the libvirt domain to move, instead of --qmp
     #[arg(long, value_name = "NAME", conflicts_with = "qmp")]
     domain: Option<String>,
-    /// Address of 'hotlift serve': tcp:HOST:PORT; with --domain, the destination's libvirt: qemu+ssh://HOST/system
+    /// Address of 'hotlift serve', tcp:HOST:PORT; with --domain the destination's libvirt, qemu+ssh://HOST/system
     #[arg(long, value_name = "URI")]
     to: To,
-    /// Leave RAM in the shared files that both QEMUs of this host map (QEMU's x-ignore-shared); 'hotlift serve' needs the flag
-    /// too
+    /// Do not send RAM that both QEMUs, on one host, map from the same files (QEMU's x-ignore-shared); give the flag to
+    /// 'hotlift serve' too
     #[arg(long, conflicts_with = "domain")]
     ignore_shared: bool,
     /// Compare both VMs, print the differences, and move nothing; exit code 1 if QEMU refuses a difference
     #[arg(long, conflicts_with = "domain")]
     check: bool,
-    /// Migrate even with differences that QEMU refuses: QEMU decides
+    /// Migrate even if the VMs differ, and let QEMU decide
     #[arg(long, conflicts_with_all = ["domain", "check"])]
     ignore_differences: bool,
-    /// Begin with a low downtime limit, and raise it to 'downtime-limit' only as far as the migration needs; off: set it at
-    /// once
+    /// on: begin with a low downtime limit, and raise it up to 'downtime-limit' as far as the migration needs; off: begin with
+    /// 'downtime-limit'
     #[arg(
         long,
         value_name = "VALUE",
@@ -120,7 +120,7 @@ impl FromStr for To {
                 Ok(Address::Unix { .. }) | Err(TransportError::UnknownScheme { .. }) => {
                     Err(TransportError::UnknownScheme {
                         uri: text.to_owned(),
-                        known: "tcp:HOST:PORT; with --domain qemu+ssh://HOST/system".to_owned(),
+                        known: "tcp:HOST:PORT, or with --domain qemu+ssh://HOST/system".to_owned(),
                     })
                 }
                 Err(error) => Err(error),
@@ -515,7 +515,7 @@ impl Move<'_> {
             Err(error) => {
                 let reason = error_line(&error);
                 *final_message = Some(FinalMessage::Lost {
-                    reason: format!("lost the connection to 'hotlift serve': {reason}"),
+                    reason: format!("the connection to 'hotlift serve' failed: {reason}"),
                 });
                 return Err(error);
             }
@@ -706,11 +706,15 @@ mod tests {
         let error = silent(Stage::Hello);
         assert_eq!(
             error.line(),
-            "'hotlift serve' at tcp:b.example:4444 failed: it accepted the connection, but does not answer within 30s"
+            "'hotlift serve' at tcp:b.example:4444 failed after 30s: it accepted the connection, but does not answer"
         );
         assert!(error.advice().unwrap().contains("may be stopped"));
         let error = silent(Stage::Ready);
-        assert!(error.line().ends_with("its QEMU is not ready within 90s"));
+        assert!(
+            error
+                .line()
+                .ends_with("failed after 90s: its QEMU is not ready")
+        );
         assert!(
             error
                 .advice()
@@ -726,7 +730,7 @@ mod tests {
         for text in ["unix:/run/vm.sock", "b:4444", "b"] {
             let error = text.parse::<To>().unwrap_err().to_string();
             assert!(
-                error.contains("expected one of tcp:HOST:PORT; with --domain"),
+                error.contains("expected tcp:HOST:PORT, or with --domain"),
                 "{error}"
             );
         }

@@ -47,16 +47,16 @@ const QEMU_FILE_MAGIC: [u8; 4] = *b"QEVM";
 #[command(group(ArgGroup::new("receiver").args(["command", "qmp"]).required(true)))]
 #[command(mut_arg("multifd_flush_after_each_section", |arg| arg.conflicts_with("lazy")))]
 pub struct RestoreArgs {
-    /// File of 'hotlift save' or of QEMU (with mapped-ram), or tcp:HOST:PORT/NAME of 'hotlift serve --files'
+    /// File of 'hotlift save', mapped-ram file of QEMU, or a file of 'hotlift serve --files': tcp:HOST:PORT/NAME
     #[arg(value_name = "FILE", value_parser = location())]
     file: Location,
     /// QMP socket of a QEMU that waits with '-incoming defer': PATH, unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS")]
     qmp: Option<QmpAddress>,
-    /// First byte of a mapped-ram file, as in QEMU's file:PATH,offset=N
+    /// Position of the mapped-ram data in the file, in bytes, as in QEMU's file:PATH,offset=N
     #[arg(long, value_name = "N", default_value_t = 0)]
     offset: u64,
-    /// Number of multifd channels into QEMU, 1 to 255; 0 for multifd off
+    /// Number of multifd channels to QEMU, 1 to 255; 0 turns multifd off
     #[arg(
         long,
         value_name = "N",
@@ -64,7 +64,7 @@ pub struct RestoreArgs {
         visible_alias = "channels"
     )]
     multifd_channels: u8,
-    /// Run the guest at once, send each page when the guest needs it, and the others in the background
+    /// Run the guest at once; send each page when the guest needs it, and the other pages in the background
     #[arg(long, conflicts_with = "multifd_channels")]
     lazy: bool,
     /// Resume an interrupted lazy restore, in the QEMU whose guest waits for pages
@@ -73,18 +73,18 @@ pub struct RestoreArgs {
     /// Replace damaged pages of the file with zero pages, and list them
     #[arg(long)]
     salvage: bool,
-    /// With --lazy: bandwidth limit for pages that the guest has not requested; 0 is unlimited [default: 0]
+    /// With --lazy: bandwidth limit for pages that the guest has not requested, in bytes a second; 0 is unlimited [default: 0]
     #[arg(long, value_name = "BYTES/S", requires = "lazy")]
     max_bandwidth: Option<String>,
-    /// With --lazy: CPU time for pages that the guest has not requested, in cores; 0 is unlimited [default: 0]
+    /// With --lazy: limit of CPU time for pages that the guest has not requested, in cores; 0 is unlimited [default: 0]
     #[arg(long, value_name = "CORES", requires = "lazy")]
     cpu_limit: Option<String>,
-    /// Restore even with differences from the saved VM that QEMU refuses: QEMU decides
+    /// Restore even if the VM differs from the saved VM, and let QEMU decide
     #[arg(long, conflicts_with = "resume")]
     ignore_differences: bool,
     #[command(flatten)]
     flush: FlushArgs,
-    /// UNIX socket of the guest agent (qemu-ga) in the restored QEMU: set the guest's clock through it when the guest runs
+    /// Set the guest's clock once the guest runs, through this UNIX socket of the guest agent (qemu-ga) in the restored QEMU
     #[arg(long, value_name = "SOCKET")]
     sync_time: Option<PathBuf>,
     #[command(flatten)]
@@ -172,7 +172,7 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
         if is_given && info.is_none() {
             return Err(CommandError::Restore {
                 reasons: format!(
-                    "{flag} needs a file of 'hotlift save', but QEMU wrote this one: restore it without {flag}"
+                    "{flag} needs a file of 'hotlift save', but QEMU wrote this one; restore it without {flag}"
                 ),
             });
         }

@@ -46,13 +46,12 @@ pub enum SharedError {
         runs: usize,
     },
     /// The exchange of messages with the peer failed after its start.
-    #[error("lost the connection to 'hotlift serve'")]
+    #[error("the connection to 'hotlift serve' failed")]
     Conversation(#[from] ConversationError),
     /// Listening for connections failed.
-    #[error("cannot listen")]
+    #[error(transparent)]
     Listen {
         /// The system's error.
-        #[source]
         source: TransportError,
     },
     /// 'hotlift serve' cannot be reached.
@@ -76,7 +75,7 @@ pub enum SharedError {
     },
     /// QEMU's stream would cross a network unencrypted.
     #[error(
-        "QEMU's stream would cross the network unencrypted at {address}: let QEMU use a UNIX socket or loopback, or give \
+        "QEMU's stream would cross the network unencrypted at {address}; let QEMU use a UNIX socket or loopback, or give \
          '--insecure'"
     )]
     InsecureQemu {
@@ -207,8 +206,8 @@ mod tests {
         };
         assert_eq!(
             error_line(&error),
-            "the TLS handshake with 198.51.100.2 failed: the TLS handshake did not complete within 10s: the other host does \
-             not acknowledge sent data; the path may drop full-size packets (check the MTU)"
+            "the TLS handshake with 198.51.100.2 failed: the handshake did not complete within 10s; the other host does not \
+             acknowledge sent data; the path may drop full-size packets (check the MTU)"
         );
     }
 

@@ -58,8 +58,8 @@ pub enum QemuError {
     },
     /// An earlier migration or save has left the source's guest paused.
     #[error(
-        "an earlier migration or save left the guest of this QEMU paused (state 'postmigrate'), and QEMU does not migrate it \
-         in this state"
+        "an earlier migration or save left the guest of this QEMU paused (state 'postmigrate'); in this state QEMU does not \
+         migrate a guest"
     )]
     LeftPaused {
         /// Address of the source's QMP socket.
@@ -114,7 +114,7 @@ pub enum QemuError {
     },
     /// The VMs have differences that QEMU refuses.
     #[error(
-        "{differences}; --ignore-differences starts the migration nevertheless, and QEMU decides"
+        "the two VMs differ; {differences}; --ignore-differences migrates nevertheless, and QEMU decides"
     )]
     Differs {
         /// The first differences with both values and the remedy, in one line.
@@ -122,7 +122,7 @@ pub enum QemuError {
     },
     /// The command refuses the value of a capability or parameter.
     #[error(
-        "cannot migrate while QEMU's migration {what} '{name}' is '{value}': {reason} (set it to '{remedy}')"
+        "cannot migrate while QEMU's migration {what} '{name}' is '{value}': {reason}; set it to '{remedy}'"
     )]
     Setting {
         /// "capability" or "parameter".
@@ -138,7 +138,7 @@ pub enum QemuError {
     },
     /// Another command, which is still active, has changed the settings of this QEMU.
     #[error(
-        "another hotlift command (process {process}) uses this QEMU: wait until it ends, or end it"
+        "another hotlift command (process {process}) uses this QEMU; wait until that command ends, or end it"
     )]
     InUse {
         /// Process id of that command.
@@ -166,7 +166,7 @@ pub enum QemuError {
     },
     /// The guest has ended during the migration, and its QEMU as well.
     #[error(
-        "{how} during the migration, and its QEMU ended; no other QEMU and no file has the guest"
+        "{how} during the migration, and the guest's QEMU ended; no other QEMU and no file has the guest"
     )]
     GuestEnded {
         /// How the guest ended, as a clause.
@@ -180,7 +180,7 @@ pub enum QemuError {
     },
     /// It is unknown if the destination has the guest. The guest is paused at the source.
     #[error(
-        "cannot determine whether the destination runs the guest, so it is left paused here: {reasons}"
+        "cannot determine whether the destination runs the guest, so the guest is left paused here: {reasons}"
     )]
     InDoubt {
         /// The reasons, in one line.
@@ -190,7 +190,7 @@ pub enum QemuError {
     },
     /// The destination's QEMU has the guest and does not run it. The guest is also paused at the source.
     #[error(
-        "the destination's QEMU has the guest, but does not run it; it is left paused here: {reasons}"
+        "the destination's QEMU has the guest, but does not run it; the copy here is left paused: {reasons}"
     )]
     StoppedThere {
         /// The guest's states at both sides, and the reason, in one line.
@@ -208,7 +208,7 @@ pub enum QemuError {
     },
     /// The guest is at the source, possibly paused: the source's QEMU does not answer.
     #[error(
-        "the destination does not run the guest, and never will; the guest may be paused here: QEMU does not answer: {reasons}"
+        "the destination does not run the guest, and never will; the guest may be paused here, where QEMU does not answer: {reasons}"
     )]
     Stalled {
         /// The reasons, in one line.
@@ -230,15 +230,15 @@ impl QemuError {
                 source: QmpError::Timeout { .. },
                 ..
             } => Some(
-                "QEMU may be stopped; or another client, such as 'hotlift restore' or 'hotlift serve', holds this QMP socket, \
-                 which serves one client at a time",
+                "QEMU may be stopped; or another client, such as 'hotlift restore' or 'hotlift serve', is connected to this QMP \
+                 socket, which serves one client at a time",
             ),
             Self::EndedAtStart { .. } => Some(QEMUS_OWN_WORDS),
             Self::Program { .. } => Some("give the name or path of an installed QEMU"),
             Self::Qmp {
                 source: QmpError::Closed { .. } | QmpError::Io { .. },
                 ..
-            } => Some("QEMU has probably ended: read its output or its log"),
+            } => Some("QEMU has probably ended; read its output or its log"),
             Self::NotPaused { .. } => Some("restore without --resume, into a new QEMU"),
             Self::OtherFile => Some("give the file of the first restore"),
             Self::Shared { .. } => Some(

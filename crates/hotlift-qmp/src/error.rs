@@ -8,7 +8,7 @@ use std::time::Duration;
 #[non_exhaustive]
 pub enum QmpError {
     /// The address is invalid.
-    #[error("'{address}' is not a QMP address: expected PATH, unix:PATH or tcp:HOST:PORT")]
+    #[error("'{address}' is not a QMP address; expected PATH, unix:PATH or tcp:HOST:PORT")]
     Address {
         /// The address as given.
         address: String,
@@ -25,7 +25,7 @@ pub enum QmpError {
         source: io::Error,
     },
     /// The connection broke.
-    #[error("the QMP connection broke during {command}")]
+    #[error("the QMP connection broke {}", during(command))]
     Io {
         /// The command, or `greeting` or `events`.
         command: String,
@@ -34,13 +34,13 @@ pub enum QmpError {
         source: io::Error,
     },
     /// QEMU closed the connection, most likely because it has ended.
-    #[error("the QMP connection was closed during {command}")]
+    #[error("the QMP connection was closed {}", during(command))]
     Closed {
         /// The command, or `greeting` or `events`.
         command: String,
     },
     /// No answer arrived within the timeout.
-    #[error("no answer to {command} within {waited:?}")]
+    #[error("{} within {waited:?}", missing(command))]
     Timeout {
         /// The command, or `greeting`.
         command: String,
@@ -48,7 +48,7 @@ pub enum QmpError {
         waited: Duration,
     },
     /// A line from QEMU violates the protocol.
-    #[error("protocol error on the QMP connection during {command}: {problem}")]
+    #[error("invalid data on the QMP connection {}: {problem}", during(command))]
     Protocol {
         /// The command, or `greeting` or `events`.
         command: String,
@@ -92,6 +92,24 @@ impl QmpError {
             self,
             Self::Connect { .. } | Self::Io { .. } | Self::Closed { .. } | Self::Protocol { .. }
         )
+    }
+}
+
+/// Returns the time of an error: the wait for `greeting`, for `events`, or for the answer to a command.
+fn during(command: &str) -> String {
+    match command {
+        "greeting" => "before the greeting".to_owned(),
+        "events" => "during a wait for events".to_owned(),
+        command => format!("during {command}"),
+    }
+}
+
+/// Returns the message that did not arrive: `greeting`, `events`, or the answer to a command.
+fn missing(command: &str) -> String {
+    match command {
+        "greeting" => "no QMP greeting".to_owned(),
+        "events" => "no QMP event".to_owned(),
+        command => format!("no answer to {command}"),
     }
 }
 

@@ -48,8 +48,8 @@ pub enum GuestAgentError {
     },
     /// No answer arrived within the timeout.
     #[error(
-        "no answer from the guest agent to {command} within {waited:?}: check that qemu-ga runs in the guest, and that no other \
-         client holds the socket"
+        "the guest agent did not answer {command} within {waited:?}; check that qemu-ga runs in the guest, and that no other \
+         client is connected to the socket"
     )]
     Timeout {
         /// The command.

@@ -42,7 +42,7 @@ pub enum AuthorityError {
     },
     /// The name is a wildcard, and so valid for many hosts.
     #[error(
-        "'{name}' is a wildcard: name each host, as a stolen key could impersonate all of them"
+        "'{name}' is a wildcard; name each host, because a stolen key could impersonate all of them"
     )]
     Wildcard {
         /// The wildcard.
@@ -64,7 +64,7 @@ pub enum AuthorityError {
     #[error("the CA's certificate and key do not match")]
     Mismatch,
     /// The CA's certificate has expired.
-    #[error("the CA's certificate has expired; make a new CA")]
+    #[error("the CA's certificate has expired; make a new CA ('hotlift certs init --force')")]
     Ended,
     /// rcgen cannot make the certificate.
     #[error("cannot create a certificate")]

@@ -8,7 +8,7 @@ use crate::identity::Identity;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AuthzError {
     /// The list has no pattern.
-    #[error("the list of allowed names is empty: no client can connect")]
+    #[error("the list of allowed names is empty, so no client can connect")]
     Empty,
     /// A pattern is empty.
     #[error("pattern {number} of the list of allowed names is empty")]

@@ -29,7 +29,7 @@ pub enum CredentialsError {
         names: [&'static str; 2],
     },
     /// A folder with credentials of QEMU that are not certificates.
-    #[error("{} is for {object}, which is not supported: use certificates, as for tls-creds-x509", file.display())]
+    #[error("{} is for {object}, which is not supported; use certificates, as for tls-creds-x509", file.display())]
     OtherKind {
         /// A file of these credentials.
         file: PathBuf,
@@ -37,7 +37,7 @@ pub enum CredentialsError {
         object: &'static str,
     },
     /// The certificate for a role is missing.
-    #[error("{} is missing: a TLS {role} needs it", file.display())]
+    #[error("{} is missing; a TLS {role} needs it", file.display())]
     NoCertificate {
         /// Path of the missing file.
         file: PathBuf,
@@ -64,7 +64,7 @@ pub enum CredentialsError {
         what: &'static str,
     },
     /// A PEM object that is not a certificate.
-    #[error("bad certificate in {}", file.display())]
+    #[error("invalid certificate in {}", file.display())]
     BadCertificate {
         /// The file.
         file: PathBuf,
@@ -82,7 +82,7 @@ pub enum CredentialsError {
     },
     /// The key does not match the certificate.
     #[error(
-        "{} and {} do not match: the key belongs to another certificate than the first one in that file",
+        "{} and {} do not match; the key belongs to another certificate than the first one in that file",
         certificate.display(),
         key.display()
     )]
@@ -94,7 +94,7 @@ pub enum CredentialsError {
     },
     /// The CA's certificate precedes the host's.
     #[error(
-        "the first certificate in {} is that of a CA ({subject}): put the certificate of the host first, and those of CAs after it",
+        "the first certificate in {} is that of a CA ({subject}); put the certificate of the host first, and those of CAs after it",
         file.display()
     )]
     CaFirst {
@@ -105,7 +105,7 @@ pub enum CredentialsError {
     },
     /// The key is encrypted.
     #[error(
-        "the private key {0} is encrypted, and Hotlift has no passphrase for it: decrypt it by 'openssl pkey -in {0} -out {0}.new', \
+        "the private key {0} is encrypted, and Hotlift has no passphrase for it; decrypt it by 'openssl pkey -in {0} -out {0}.new', \
          and put the new file in its place, with mode 0600",
         file.display()
     )]
@@ -115,7 +115,7 @@ pub enum CredentialsError {
     },
     /// The key has an unsupported type or size.
     #[error(
-        "cannot use the private key {}: use RSA of 2048 to 8192 bits, ECDSA (P-256, P-384, P-521) or Ed25519",
+        "cannot use the private key {}; use RSA of 2048 to 8192 bits, ECDSA (P-256, P-384, P-521) or Ed25519",
         file.display()
     )]
     UnsupportedKey {
@@ -260,7 +260,7 @@ pub enum TlsError {
     #[error(transparent)]
     Credentials(#[from] CredentialsError),
     /// This side's certificate is not valid now, so the peer would reject it.
-    #[error("our certificate {} is valid only from {} to {}", file.display(), date(*begins), date(*ends))]
+    #[error("this host's certificate {} is valid only from {} to {}", file.display(), date(*begins), date(*ends))]
     OursNotValid {
         /// File of the certificate.
         file: PathBuf,
@@ -270,7 +270,7 @@ pub enum TlsError {
         ends: SystemTime,
     },
     /// There is no host name to verify the server's certificate.
-    #[error("no host name to check the other side's certificate: set tls-hostname")]
+    #[error("no host name to check the other side's certificate; set tls-hostname")]
     NoHostname,
     /// The name is neither a DNS name nor an IP address.
     #[error("'{name}' is neither a DNS name nor an IP address, so no certificate can be for it")]
@@ -309,12 +309,12 @@ pub enum TlsError {
     },
     /// The connection ended during the handshake.
     #[error(
-        "the other side closed the connection during the TLS handshake: it may not use TLS, it may have failed, or the path \
+        "the other side closed the connection during the TLS handshake; it may not use TLS, it may have failed, or the path \
          may not carry packets of the MTU"
     )]
     Closed,
     /// The handshake timed out.
-    #[error("the TLS handshake did not complete within {after:?}: {missing}")]
+    #[error("the handshake did not complete within {after:?}; {missing}")]
     TimedOut {
         /// The timeout.
         after: Duration,
@@ -346,7 +346,7 @@ pub enum RecordError {
     #[error("the connection broke")]
     Io(#[source] io::Error),
     /// The connection ended without `close_notify`.
-    #[error("the connection was cut: it ended without close_notify")]
+    #[error("the connection was cut (it ended without close_notify)")]
     Truncated,
     /// A record that differs from the one sent: changed, repeated, out of order, or after a lost one.
     #[error("a TLS record was changed, lost or repeated in transit")]
@@ -358,16 +358,16 @@ pub enum RecordError {
         kind: u8,
     },
     /// An invalid length of a record.
-    #[error("a TLS record of {length} bytes")]
+    #[error("a TLS record has the invalid length of {length} bytes")]
     BadLength {
         /// The invalid length in bytes.
         length: usize,
     },
     /// A record without a content type: it contains only padding.
-    #[error("a TLS record of nothing but padding")]
+    #[error("a TLS record contains only padding")]
     NoType,
     /// An unexpected type of record or message.
-    #[error("an unexpected TLS {what} ({kind})")]
+    #[error("the other side sent an unexpected TLS {what} (type {kind})")]
     Unexpected {
         /// Kind of the unexpected object: `record` or `message`.
         what: &'static str,
@@ -375,7 +375,7 @@ pub enum RecordError {
         kind: u8,
     },
     /// A message that is too long or malformed.
-    #[error("a bad TLS message (type {kind}, {length} bytes)")]
+    #[error("the other side sent an invalid TLS message (type {kind}, {length} bytes)")]
     BadMessage {
         /// Type of the message.
         kind: u8,
@@ -383,7 +383,7 @@ pub enum RecordError {
         length: usize,
     },
     /// Too many consecutive records without data.
-    #[error("more than {limit} TLS records in a row without data")]
+    #[error("the other side sent more than {limit} TLS records in a row without data")]
     Idle {
         /// Maximum number of consecutive records without data.
         limit: u32,
@@ -398,10 +398,10 @@ pub enum RecordError {
     #[error("this side has already closed the TLS connection")]
     Ended,
     /// An earlier error has made the connection unusable.
-    #[error("the TLS connection failed before")]
+    #[error("the TLS connection has failed earlier")]
     Failed,
     /// Key derivation failed, which does not happen.
-    #[error("no keys for TLS records")]
+    #[error("cannot derive the keys of the TLS records")]
     Keys,
 }
 

@@ -75,7 +75,7 @@ pub enum CreateError {
     #[error("cannot map guest RAM")]
     Memory(#[from] MemError),
     /// KVM cannot be used on this host.
-    #[error("cannot create a KVM guest")]
+    #[error(transparent)]
     Kvm(#[from] KvmError),
     /// A vCPU thread could not be started.
     #[error("cannot start a vCPU thread")]

@@ -17,14 +17,15 @@ use crate::options::{Limits, TlsOptions};
 #[non_exhaustive]
 pub enum TlsSetupError {
     /// The folder of the option `tls-creds` cannot be used.
-    #[error("tls-creds")]
+    #[error(transparent)]
     Credentials(#[from] CredentialsError),
     /// The list of the option `tls-authz` is invalid.
     #[error("tls-authz")]
     Authz(#[from] AuthzError),
     /// The address leads to other hosts, but there are no certificates.
     #[error(
-        "{address} is for other hosts, but TLS is not set up: give '--tls DIR' ('hotlift certs' makes one), or '--insecure'"
+        "{address} is for other hosts, which needs certificates ('hotlift certs' makes them, '--tls DIR' names their folder) or \
+         '--insecure'"
     )]
     Insecure {
         /// The address that leads to other hosts.

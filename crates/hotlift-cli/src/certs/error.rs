@@ -8,7 +8,7 @@ use hotlift_tls::{AuthorityError, CredentialsError};
 /// Error of `hotlift certs`.
 #[derive(Debug, thiserror::Error)]
 pub enum CertsError {
-    #[error("{} already exists: --force replaces it", path.display())]
+    #[error("{} already exists; --force replaces it", path.display())]
     Exists { path: PathBuf },
     #[error(transparent)]
     File(#[from] FileError),
@@ -20,7 +20,7 @@ pub enum CertsError {
     Credentials(#[from] CredentialsError),
     #[error("{} has no certificate to renew", dir.display())]
     NothingToRenew { dir: PathBuf },
-    #[error("{} has a problem", dir.display())]
+    #[error("the certificates in {} have a problem, shown above", dir.display())]
     Problem { dir: PathBuf },
 }
 

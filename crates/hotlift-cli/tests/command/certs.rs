@@ -112,7 +112,7 @@ fn nothing_is_overwritten_without_force() {
         let (code, output) = certs(again);
         assert_eq!(code, Some(1), "{output:?}");
         assert!(
-            errors(&output)[0].contains("already exists: --force replaces it"),
+            errors(&output)[0].contains("already exists; --force replaces it"),
             "{output:?}"
         );
         assert_eq!(all(), before);
@@ -243,7 +243,7 @@ fn show_prints_names_expiry_and_problems_in_80_columns() {
         all.contains("libvirt") && all.contains("cert-manager"),
         "{all}"
     );
-    assert!(errors(&output)[0].contains("has a problem"), "{output:?}");
+    assert!(errors(&output)[0].contains("have a problem"), "{output:?}");
 
     // A host without a client certificate.
     fs::remove_file(place.path().join("client-cert.pem")).unwrap();
@@ -286,7 +286,7 @@ fn a_folder_without_certificates_and_a_bad_name_are_errors() {
     );
     made(&["init", "--dir", dir]);
     for (name, words) in [
-        ("*.example", "is a wildcard: name each host"),
+        ("*.example", "is a wildcard; name each host"),
         ("a b", "is neither a DNS name nor an IP address"),
     ] {
         let (code, output) = certs(&["host", name, "--dir", dir]);

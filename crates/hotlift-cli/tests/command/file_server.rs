@@ -116,7 +116,7 @@ fn a_server_short_of_file_descriptors_does_not_report_a_missing_file() {
     let before = prlimit(pid, Resource::Nofile, limit).expect("a limit");
     let missing = format!("{uri}/missing");
     let (_, output) = show(&missing);
-    assert!(output.contains("cannot serve it now"), "{output}");
+    assert!(output.contains("cannot send it now"), "{output}");
     assert!(output.contains("Too many open files"), "{output}");
     prlimit(pid, Resource::Nofile, before).expect("a limit");
     let (_, output) = show(&missing);

@@ -174,7 +174,7 @@ fn a_source_without_destination_prints_what_to_start() {
         Hotlift::start(&["guest", "run", "--ram=16M", "--migrate-after=0", &uri]).wait();
     assert_eq!(status.code(), Some(1));
     let errors = errors(&output);
-    assert!(errors[0].contains("failed to connect"), "{errors:?}");
+    assert!(errors[0].contains("cannot connect"), "{errors:?}");
     assert!(errors[1].contains("--incoming"), "{errors:?}");
 }
 

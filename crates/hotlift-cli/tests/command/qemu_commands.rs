@@ -47,7 +47,7 @@ fn a_serve_prints_the_port_of_the_pages_and_fails_if_it_is_in_use() {
     ];
     let (status, output) = Hotlift::start(&line).wait();
     assert_eq!(status.code(), Some(1), "{output:?}");
-    let expected = format!("hotlift: failed to listen on 'tcp:127.0.0.1:{port}': ");
+    let expected = format!("hotlift: cannot listen on 'tcp:127.0.0.1:{port}': ");
     assert!(output[0].starts_with(&expected), "{output:?}");
     assert!(output[1].contains("choose another port"), "{output:?}");
     drop(taken);
@@ -262,7 +262,7 @@ fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
         (&["restore", "f"], "<QEMU|--qmp <ADDRESS>>"),
         (
             &["migrate", "--qmp=q", "--to=unix:/x"],
-            "expected one of tcp:HOST:PORT",
+            "expected tcp:HOST:PORT",
         ),
         (
             &["migrate", "--qmp=q", "--to=tcp:h:80000"],

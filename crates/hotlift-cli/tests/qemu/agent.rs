@@ -838,7 +838,7 @@ fn a_bad_configuration_is_named_with_its_line_by_agent_check() {
     for words in [
         "server-cert.pem: it is signed by a CA that this side does not trust",
         "client-cert.pem: it is signed by a CA that this side does not trust",
-        "have 2 problem(s)",
+        "have 2 problems",
     ] {
         assert!(output.contains(words), "{words}: {output}");
     }

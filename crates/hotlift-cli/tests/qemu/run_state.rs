@@ -281,7 +281,7 @@ fn a_lost_final_message_of_serve_does_not_change_where_the_guest_is() {
         assert_eq!(code, Some(0), "{output}");
         for word in [
             "the guest is at the destination",
-            "lost the connection to 'hotlift serve'",
+            "the connection to 'hotlift serve' failed",
             word,
         ] {
             assert!(output.contains(word), "{word}: {output}");

@@ -91,8 +91,9 @@ fn render(suite: &str) -> String {
         };
         let _ = writeln!(
             text,
-            "| the relay, for QEMU {} | compress with {threads} thread(s), without multifd | {source} at the source, {relays} |",
-            Release::V7.name()
+            "| the relay, for QEMU {} | compress with {threads} {}, without multifd | {source} at the source, {relays} |",
+            Release::V7.name(),
+            if threads == 1 { "thread" } else { "threads" },
         );
     }
     let _ = write!(

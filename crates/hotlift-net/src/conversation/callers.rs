@@ -37,7 +37,7 @@ pub struct Callers<'a> {
 pub enum DropReason {
     /// The client sent no complete request in time.
     #[error(
-        "the client sent no complete request within {waited:?}: it may be stopped, or the path drops full-size packets (check \
+        "the client sent no complete request within {waited:?}; it may be stopped, or the path drops full-size packets (check \
          the MTU)"
     )]
     Silent {

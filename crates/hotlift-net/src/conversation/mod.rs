@@ -40,21 +40,21 @@ pub enum ConversationError {
     #[error("the other side closed the connection")]
     Closed,
     /// The peer requires TLS: it sent a TLS alert.
-    #[error("the other side accepts only TLS: give '--tls DIR'")]
+    #[error("the other side accepts only TLS; give '--tls DIR'")]
     SpeaksTls,
     /// The peer uses TLS: it began a handshake.
     #[error(
-        "the other side uses TLS, but this side does not: give '--tls DIR' here, or '--insecure' there"
+        "the other side uses TLS, but this side does not; give '--tls DIR' here, or '--insecure' there"
     )]
     BeginsTls,
     /// The peer sent a line that is too long.
-    #[error("a message of more than {MAX_MESSAGE} bytes")]
+    #[error("the other side sent a message of more than {MAX_MESSAGE} bytes")]
     TooLong,
     /// The peer did not read a message in time.
-    #[error("the other side did not take a message within {WRITE:?}")]
+    #[error("the other side did not read a message within {WRITE:?}")]
     NotTaken,
     /// The peer sent an invalid message.
-    #[error("unknown message ({problem}): '{start}'")]
+    #[error("the other side sent an unknown message ({problem}): '{start}'")]
     Garbage {
         /// Error of the parser.
         problem: String,
@@ -63,7 +63,7 @@ pub enum ConversationError {
     },
     /// The peer has another version of the protocol.
     #[error(
-        "the other side has version {theirs} of the control protocol, this side has {ours}: use the same hotlift on both hosts"
+        "the other side has version {theirs} of the control protocol, this side has version {ours}; use the same hotlift on both hosts"
     )]
     Version {
         /// Version of the peer.
@@ -73,7 +73,7 @@ pub enum ConversationError {
     },
     /// The peer expects another role than this side has.
     #[error(
-        "the other side expects '{theirs}' here, but this is '{ours}': check the address and port"
+        "the other side accepts connections of kind '{theirs}', and this one is of kind '{ours}'; check the address and port"
     )]
     Role {
         /// Role that the peer expects.

@@ -106,7 +106,7 @@ impl std::error::Error for Failed {}
 
 /// A link-local address without its network interface.
 #[derive(Debug, thiserror::Error)]
-#[error("{0} is a link-local address: add the interface, as in [{0}%eth0]")]
+#[error("{0} is a link-local address; add the interface, as in [{0}%eth0]")]
 pub(super) struct NoZone(pub Ipv6Addr);
 
 /// Checks that a link-local address includes its network interface.

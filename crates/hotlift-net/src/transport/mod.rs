@@ -34,7 +34,7 @@ use secured::{PacketPlaintext, Secured};
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
     /// The scheme before the first colon is unknown, or cannot carry multifd channels.
-    #[error("unknown migration protocol in '{uri}': expected one of {known}")]
+    #[error("unknown migration protocol in '{uri}'; expected {known}")]
     UnknownScheme {
         /// The URI as given.
         uri: String,
@@ -42,7 +42,7 @@ pub enum TransportError {
         known: String,
     },
     /// The part after the scheme is invalid.
-    #[error("error parsing address '{address}': expected {expected}")]
+    #[error("invalid address '{address}'; expected {expected}")]
     BadAddress {
         /// The part after the scheme.
         address: String,
@@ -51,20 +51,20 @@ pub enum TransportError {
     },
     /// A link-local address without its network interface.
     #[error(
-        "'{host}' is a link-local address, which needs an interface: add it, as in tcp:[{host}%eth0]:PORT"
+        "'{host}' is a link-local address, which needs an interface; add it, as in tcp:[{host}%eth0]:PORT"
     )]
     NoZone {
         /// The address.
         host: String,
     },
     /// Port 0 in the address of a peer, on which no process can listen.
-    #[error("cannot connect to port 0 ('{uri}'): give the port on which the peer listens")]
+    #[error("cannot connect to port 0 ('{uri}'); give the port on which the peer listens")]
     NoPort {
         /// The URI as given.
         uri: String,
     },
     /// The connection could not be opened.
-    #[error("failed to connect to '{uri}'")]
+    #[error("cannot connect to '{uri}'")]
     Connect {
         /// The URI as given.
         uri: String,
@@ -73,7 +73,7 @@ pub enum TransportError {
         source: io::Error,
     },
     /// The address could not be listened on.
-    #[error("failed to listen on '{uri}'")]
+    #[error("cannot listen on '{uri}'")]
     Listen {
         /// The URI as given.
         uri: String,
@@ -126,7 +126,7 @@ impl std::str::FromStr for Address {
                 .iter()
                 .map(|transport| transport.form())
                 .collect::<Vec<_>>()
-                .join(", ")
+                .join(" or ")
         };
         let unknown = || TransportError::UnknownScheme {
             uri: uri.to_owned(),

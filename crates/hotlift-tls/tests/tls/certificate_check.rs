@@ -208,17 +208,17 @@ fn the_check_finds_every_cause_for_which_a_handshake_fails() {
         ),
         (
             maker.folder("root.crt", &["direct.crt"], "leaf.key", ""),
-            "do not match: the key belongs to another certificate",
+            "do not match; the key belongs to another certificate",
             "",
         ),
         (
             maker.folder("root.crt", &["direct.crt"], "pkcs8.key", ""),
-            "is encrypted, and Hotlift has no passphrase for it: decrypt it by 'openssl pkey -in",
+            "is encrypted, and Hotlift has no passphrase for it; decrypt it by 'openssl pkey -in",
             "",
         ),
         (
             maker.folder("root.crt", &["direct.crt"], "sec1.key", ""),
-            "is encrypted, and Hotlift has no passphrase for it: decrypt it by 'openssl pkey -in",
+            "is encrypted, and Hotlift has no passphrase for it; decrypt it by 'openssl pkey -in",
             "",
         ),
     ] {

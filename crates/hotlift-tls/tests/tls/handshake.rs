@@ -183,14 +183,17 @@ fn an_expired_or_future_certificate_is_named_with_its_dates_and_not_sent() {
         );
         assert_contains(
             &failure(client),
-            &["our certificate", "client-cert.pem", words],
+            &["this host's certificate", "client-cert.pem", words],
         );
         let (client, server) = connect_pair(
             &tls(&pki.host(&["a"]), hotlift()),
             "b",
             &tls(&dir, hotlift()),
         );
-        assert_contains(&failure(server), &["our certificate", "server-cert.pem"]);
+        assert_contains(
+            &failure(server),
+            &["this host's certificate", "server-cert.pem"],
+        );
         assert_contains(&failure(client), &["closed the connection"]);
     }
 }
@@ -426,7 +429,7 @@ fn a_ca_signs_only_with_its_own_key_and_not_beyond_its_end() {
     assert_eq!(server.identity.ends, authority.identity().ends);
     assert!(read.is_usable(), "{read:?}");
     for (bad, expected) in [
-        ("*.example", "is a wildcard: name each host"),
+        ("*.example", "is a wildcard; name each host"),
         ("a b", "neither a DNS name nor an IP address"),
         ("", "neither a DNS name nor an IP address"),
         ("-", "neither a DNS name nor an IP address"),

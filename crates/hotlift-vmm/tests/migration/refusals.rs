@@ -131,7 +131,7 @@ fn options_that_differ_are_refused_with_both_values() {
         (
             "multifd",
             "off",
-            vec!["multifd: the source has on, the destination has off"],
+            vec!["multifd differs: the source has on, the destination has off"],
         ),
     ];
     let kind = rig::kinds()[0];
@@ -153,7 +153,7 @@ fn options_that_differ_are_refused_with_both_values() {
     here.set("multifd", "off").unwrap();
     let destination = rig::destination(kind, &settings(), Quirks::default());
     let ended = rig::between(&source, &destination, [&here, &options()]);
-    let words = "multifd: the source has off, the destination has on";
+    let words = "multifd differs: the source has off, the destination has on";
     expect_refusal("multifd=off here", &ended, &source, &destination, &[words]);
     drop(destination);
     drop(source);

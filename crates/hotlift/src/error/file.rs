@@ -32,7 +32,7 @@ pub enum FileError {
     },
     /// This kind of file cannot be read at any position.
     #[error(
-        "{} is {is}, not a regular file or a block device: give the name of a save file",
+        "{} is {is}, not a regular file or a block device; give the name of a save file",
         path.display()
     )]
     NotReadable {
@@ -48,7 +48,7 @@ pub enum FileError {
         path: PathBuf,
     },
     /// An existing entry with the file's name is not replaced.
-    #[error("{} is {is}, which is not replaced: remove it, or choose another name", path.display())]
+    #[error("{} is {is}, which hotlift does not replace; remove it, or choose another name", path.display())]
     NotReplaced {
         /// The name.
         path: PathBuf,
@@ -56,13 +56,13 @@ pub enum FileError {
         is: &'static str,
     },
     /// An earlier write has failed, or the file was abandoned.
-    #[error("cannot write the file: an earlier write failed")]
+    #[error("cannot write the file, because an earlier write failed")]
     Closed,
     /// The file is neither a save file nor a migration stream.
     #[error("this is neither a save file of hotlift nor a mapped-ram file of QEMU")]
     NotASave,
     /// The file was written by another program.
-    #[error("this is {is}, not a save file of hotlift or a mapped-ram file of QEMU: {instead}")]
+    #[error("this is {is}, not a save file of hotlift or a mapped-ram file of QEMU; {instead}")]
     Foreign {
         /// Kind of the file.
         is: &'static str,
@@ -71,13 +71,13 @@ pub enum FileError {
     },
     /// The file was written by a QEMU without capability `mapped-ram`. Such a file can be read only from its beginning.
     #[error(
-        "this is a migration stream of QEMU without capability mapped-ram (as from 'migrate exec:cat>FILE'): load it with \
-         QEMU itself, -incoming 'exec:cat FILE'"
+        "this is a migration stream of QEMU without capability mapped-ram (as from 'migrate exec:cat>FILE'); load it with \
+         QEMU itself: -incoming 'exec:cat FILE'"
     )]
     PlainStream,
     /// The file has another version of Hotlift's format.
     #[error(
-        "the save file has version {version}, but this hotlift reads version {own}: restore it with the hotlift that wrote it"
+        "the save file has version {version}, but this hotlift reads version {own}; restore it with the hotlift that wrote it"
     )]
     Version {
         /// Version of the file.
@@ -93,13 +93,13 @@ pub enum FileError {
         source: serde_json::Error,
     },
     /// The file is truncated.
-    #[error("the file is cut short: it ends within the part that begins at byte {position}")]
+    #[error("the file is cut short (it ends within the part that begins at byte {position})")]
     Truncated {
         /// First byte of the incomplete part.
         position: u64,
     },
     /// A part of the file differs from the written data.
-    #[error("the file is damaged: {what} at byte {position} differs from the written data")]
+    #[error("the file is damaged ({what} at byte {position} differs from the written data)")]
     Damaged {
         /// The part that is damaged.
         what: &'static str,
@@ -123,7 +123,7 @@ pub enum FileError {
     },
     /// The stream ended before all of RAM had arrived.
     #[error(
-        "{missing} bytes of RAM block '{block}' are missing in the stream, the first at byte {offset}: the file would be \
+        "{missing} bytes of RAM block '{block}' are missing in the stream, the first at byte {offset}, so the file would be \
          incomplete"
     )]
     Incomplete {
@@ -136,8 +136,8 @@ pub enum FileError {
     },
     /// The VM was saved without RAM that it shared (capability `x-ignore-shared`).
     #[error(
-        "the file does not contain the whole RAM: it was saved with QEMU's capability x-ignore-shared, which omits shared \
-         memory (save the VM again without it)"
+        "the file does not contain the whole RAM, because it was saved with QEMU's capability x-ignore-shared, which omits \
+         shared memory; save the VM again without it"
     )]
     WithoutSharedRam,
     /// The file's server cannot be reached, or the connection was lost.
@@ -217,8 +217,8 @@ impl FileError {
 #[non_exhaustive]
 pub enum ServerError {
     /// The connection could not be made.
-    #[error("cannot connect to its server")]
-    Connect(#[source] Box<MigrationError>),
+    #[error(transparent)]
+    Connect(Box<MigrationError>),
     /// The connection broke.
     #[error("the connection to its server broke")]
     Connection(#[source] io::Error),
@@ -226,7 +226,7 @@ pub enum ServerError {
     #[error("its server closed the connection")]
     Closed,
     /// The server cannot send the file now, but may do so later.
-    #[error("its server cannot serve it now: {reason}")]
+    #[error("its server cannot send it now ({reason})")]
     NotNow {
         /// The server's message.
         reason: String,

@@ -50,7 +50,7 @@ pub enum MigrationError {
     #[error("incompatible options")]
     Option(#[from] OptionError),
     /// An address is wrong or cannot be used.
-    #[error("cannot reach the other side")]
+    #[error(transparent)]
     Transport(#[from] TransportError),
     /// TLS was requested, but could not be set up.
     #[error("cannot use TLS")]
@@ -74,7 +74,7 @@ pub enum MigrationError {
         source: Box<MigrationError>,
     },
     /// The peer accepts TLS connections only.
-    #[error("the other side accepts only TLS: give '--tls DIR', or the parameter tls-creds")]
+    #[error("the other side accepts only TLS; give '--tls DIR', or set the parameter tls-creds")]
     SpeaksTls,
     /// A connection broke.
     #[error("{channel} broke while {doing}")]
@@ -95,7 +95,7 @@ pub enum MigrationError {
     },
     /// A host has sent no answer for `silence-timeout`.
     #[error(
-        "nothing was received from {host} for {waited:?}: check that the host is up, that the network reaches it, and that \
+        "nothing was received from {host} for {waited:?}; check that the host is up, that the network reaches it, and that \
          the path carries packets of the MTU"
     )]
     Silent {
@@ -139,7 +139,7 @@ pub enum MigrationError {
         source: WireError,
     },
     /// A device that zero page detection requires cannot be used.
-    #[error("zero-page-detection=dsa-accel")]
+    #[error("cannot use DSA (zero-page-detection=dsa-accel)")]
     ZeroDevice {
         /// Cause.
         #[source]
@@ -188,10 +188,10 @@ pub enum MigrationError {
         source: MethodError,
     },
     /// The file that a VM is saved in or restored from cannot be used.
-    #[error("the file cannot be used")]
+    #[error(transparent)]
     File(#[from] FileError),
     /// A property differs between the source and the destination.
-    #[error("{what}: the source has {source_has}, the destination has {destination_has}")]
+    #[error("{what} differs: the source has {source_has}, the destination has {destination_has}")]
     Mismatch {
         /// The compared property.
         what: String,
@@ -225,8 +225,8 @@ pub enum MigrationError {
     Memory(#[from] MemError),
     /// There is not enough memory for the XBZRLE cache.
     #[error(
-        "no memory for an xbzrle cache of {bytes} bytes (this host has {available} available): choose a \
-         smaller xbzrle-cache-size"
+        "no memory for an xbzrle cache of {bytes} bytes (this host has {available} bytes available); choose a smaller \
+         xbzrle-cache-size"
     )]
     XbzrleCache {
         /// Bytes requested.
@@ -245,7 +245,7 @@ pub enum MigrationError {
     },
     /// A thread panicked, which is a bug. The migration ended as after any other error.
     #[error(
-        "thread '{thread}' panicked, which is a bug of Hotlift or of the guest: its output on standard error names the place"
+        "thread '{thread}' panicked, which is a bug of Hotlift or of the guest; standard error shows the place in the code"
     )]
     Panicked {
         /// The thread's name.
@@ -254,8 +254,8 @@ pub enum MigrationError {
     /// Of a relay: the source may have released the guest, but the destination never received the commit. If the source has
     /// released the guest, it is paused there, without loss of data.
     #[error(
-        "the destination does not run the guest, but the source may have released it: if the source reports 'completed', send \
-         'cont' there"
+        "the destination does not run the guest, but the source may have released it (if the source reports 'completed', send \
+         'cont' there)"
     )]
     Released {
         /// Error before the commit.
@@ -265,7 +265,7 @@ pub enum MigrationError {
     /// A postcopy ended while the destination loaded the devices. The source's QEMU (10.2 and newer) did not receive the answer
     /// that the devices are loaded, so it runs its guest again.
     #[error(
-        "the migration ended while the destination loaded the devices: the source's QEMU runs its guest again"
+        "the migration ended while the destination loaded the devices, so the source's QEMU runs its guest again"
     )]
     GivenBack {
         /// Error that ended it.
@@ -282,7 +282,7 @@ pub enum MigrationError {
     /// The destination received the whole guest and the commit, but did not report whether it runs the guest. The guest is
     /// paused at the source. If it were resumed there, it could run twice.
     #[error(
-        "the destination received the whole guest and the request to run it, but did not confirm: the guest is left paused \
+        "the destination received the whole guest and the request to run it, but did not confirm; the guest is left paused \
          here; resume it only if it does not run there"
     )]
     InDoubt,

@@ -53,7 +53,7 @@ pub enum OptionError {
         got: String,
     },
     /// The operator requires an accelerator that cannot be used.
-    #[error("accelerator=required: {device} cannot be used: {reason} (see 'hotlift accel')")]
+    #[error("accelerator=required, but {device} cannot be used ({reason}); see 'hotlift accel'")]
     NoAccelerator {
         /// Name of the accelerator device.
         device: &'static str,

@@ -94,7 +94,7 @@ fn a_destination_that_does_not_answer_the_opening_times_out() {
         let outcome = migrate(&Recording::small(), &way[..count], fails, Ending::LetsGo);
         outcome.assert_kept("no PONG");
         let line = outcome.relays[count - 1].as_ref().unwrap_err().chain();
-        assert!(line.contains("answer to the opening"), "{line}");
+        assert!(line.contains("answer to the start of the stream"), "{line}");
     }
 }
 

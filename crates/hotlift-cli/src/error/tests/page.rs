@@ -203,14 +203,14 @@ fn migrate() -> Vec<Row> {
         ),
         row(
             SharedError::from(ConversationError::Version { theirs: 2, ours: 1 }),
-            "The hosts run versions of hotlift with different control protocols.",
+            "The hotlifts of the two hosts have different versions of the control protocol.",
         ),
         row(
             SharedError::from(ConversationError::Role {
                 theirs: "agent".to_owned(),
                 ours: "migration",
             }),
-            "Another program of hotlift listens at this address.",
+            "Another command of hotlift, such as the agent, listens at this address.",
         ),
         row(silent(false), "'hotlift serve' is stopped, or serves another source."),
         row(silent(true), "The destination's QEMU does not become ready."),
@@ -223,7 +223,7 @@ fn migrate() -> Vec<Row> {
         ),
         row(
             CommandError::DataPort(failed(
-                "cannot reach the other side: failed to connect to 'tcp:192.0.2.2:40123': Connection timed out (os error 110)",
+                "cannot connect to 'tcp:192.0.2.2:40123': Connection timed out (os error 110)",
             )),
             "A firewall drops packets to the second port of 'hotlift serve'.",
         ),
@@ -251,7 +251,7 @@ fn migrate() -> Vec<Row> {
         row(busy("postcopy-paused"), "The guest lost the source of its pages."),
         row(
             QemuError::LeftPaused { qmp: qmp() },
-            "An earlier migration or save ended with the guest paused here.",
+            "An earlier migration or save left the guest paused here.",
         ),
         row(
             QemuError::Blocked {
@@ -275,14 +275,14 @@ fn migrate() -> Vec<Row> {
                               with -machine pc-i440fx-10.0)"
                     .to_owned(),
             },
-            "The VMs of both QEMUs differ.",
+            "The VM of the destination's QEMU differs from that of the source's.",
         ),
         row(CommandError::Different { count: 2 }, "'--check' found differences that QEMU refuses."),
         row(
             QemuError::Shared {
                 problem: "QEMU has no memory backend with share=on".to_owned(),
             },
-            "The QEMUs do not map the same files.",
+            "The RAM of the two QEMUs is not in the same shared files.",
         ),
         row(not_waiting("none"), "The destination's QEMU was started without '-incoming defer', or has a guest."),
         row(not_waiting("postcopy-paused"), "The destination's QEMU has a guest that waits for pages."),
@@ -309,28 +309,31 @@ fn migrate() -> Vec<Row> {
             QemuError::Command {
                 problem: "-incoming must be 'defer' or absent".to_owned(),
             },
-            "The command line of QEMU contains an argument that hotlift sets itself.",
+            "QEMU's command line contains an argument that hotlift sets itself. Remove it.",
         ),
         then(
             QemuError::Ended {
                 status: std::os::unix::process::ExitStatusExt::from_raw(1 << 8),
                 errors: "Could not access KVM kernel module: Permission denied".to_owned(),
             },
-            "QEMU rejected its command line, or a resource of it is missing.",
-            "correct QEMU's command line as its message states",
+            "QEMU rejected its command line, or lacks a resource that it needs.",
+            "remove the cause that QEMU's message names",
         ),
         then(
-            failed("the destination: its QEMU: load of migration failed: Invalid argument"),
+            failed(
+                "the destination: the main channel was closed by the other side; its QEMU: it has ended (exit status: 1): \
+                 load of migration failed: Invalid argument",
+            ),
             "The destination's QEMU could not load the guest; the guest keeps running at the source.",
             "compare both command lines: 'hotlift migrate --check'; QEMU's log has details",
         ),
         row(
-            failed("the destination: its QEMU: Failed to get \"write\" lock"),
+            failed("the destination: the main channel was closed by the other side; its QEMU: Failed to get \"write\" lock"),
             "Another process has locked a disk of the VM.",
         ),
         then(
             failed(
-                "nothing was received from 192.0.2.2 for 40s: check that the host is up, that the network reaches it, and that \
+                "nothing was received from 192.0.2.2 for 40s; check that the host is up, that the network reaches it, and that \
                  the path carries packets of the MTU",
             ),
             "The network or the other host failed for longer than '--silence-timeout'.",
@@ -341,7 +344,7 @@ fn migrate() -> Vec<Row> {
                 reasons: reasons(),
                 qmp: qmp(),
             },
-            "The connections failed at the handover, and the destination did not answer in '--settle-timeout'.",
+            "The connections failed at the handover, and the destination did not answer within '--settle-timeout'.",
         ),
         row(
             QemuError::StoppedThere {
@@ -465,11 +468,11 @@ fn save_and_restore() -> Vec<Row> {
                 },
                 None,
             ),
-            "The name of the file is in use, and not by a regular file.",
+            "Something other than a regular file has this name.",
         ),
         then(
             CommandError::Save {
-                reason: "its QEMU has ended or does not answer: the QMP connection was closed during events".to_owned(),
+                reason: "its QEMU has ended or does not answer: the QMP connection was closed during a wait for events".to_owned(),
                 advice: None,
             },
             "The QEMU of the guest failed during the save.",
@@ -493,7 +496,7 @@ fn save_and_restore() -> Vec<Row> {
                 path: path(),
                 is: "a character device",
             }),
-            "The name is not that of a file.",
+            "The name is that of a device, a folder or a socket.",
         ),
         then(
             restore(&FileError::NotASave),
@@ -503,7 +506,7 @@ fn save_and_restore() -> Vec<Row> {
         row(
             restore(&FileError::Foreign {
                 is: "a zstd file",
-                instead: "decompress it first: zstd -d",
+                instead: "decompress it first ('zstd -d')",
             }),
             "The file was compressed after the save.",
         ),
@@ -539,7 +542,7 @@ fn save_and_restore() -> Vec<Row> {
         ),
         row(
             CommandError::Restore {
-                reasons: "--lazy needs a file of 'hotlift save', but QEMU wrote this one: restore it without --lazy".to_owned(),
+                reasons: "--lazy needs a file of 'hotlift save', but QEMU wrote this one; restore it without --lazy".to_owned(),
             },
             "A mapped-ram file of QEMU cannot be restored lazily.",
         ),
@@ -563,7 +566,7 @@ fn save_and_restore() -> Vec<Row> {
             "give the name of a save file in that folder",
         ),
         row(missing(true, MissingPagesFrom::There), "The source of the pages failed during a lazy restore."),
-        row(missing(false, MissingPagesFrom::There), "The same, and QEMU does not answer."),
+        row(missing(false, MissingPagesFrom::There), "The source of the pages failed during a lazy restore, and QEMU does not answer."),
         row(missing(true, MissingPagesFrom::Copy), "The file is damaged, and the guest of a lazy restore runs."),
         row(
             missing(true, MissingPagesFrom::OtherName),
@@ -638,12 +641,12 @@ fn relays() -> Vec<Row> {
         ),
         then(
             CommandError::Relay(mismatch),
-            "Both ends have different settings.",
+            "The two ends have different settings.",
             "set the named option to the same value at both ends",
         ),
         then(
             CommandError::Relay(MigrationError::Timeout {
-                waiting_for: "the destination's answer to the opening (check that both sides have the same machine, \
+                waiting_for: "the destination's answer to the start of the stream (check that both sides have the same machine, \
                               multifd-channels and method)"
                     .to_owned(),
                 waited: seconds(30),
@@ -670,7 +673,7 @@ fn relays() -> Vec<Row> {
             CommandError::Relay(MigrationError::Released {
                 source: Box::new(MigrationError::Closed { channel: main }),
             }),
-            "The destination failed when the source had released the guest.",
+            "The destination failed after the source had released the guest.",
         ),
         row(
             CommandError::Relay(MigrationError::GivenBack {
@@ -706,18 +709,18 @@ fn guest() -> Vec<Row> {
         ),
         row(
             SharedError::from(LayoutError::Vcpus { got: 9 }),
-            "The flags describe no guest that is possible.",
+            "The flags describe a guest that cannot exist.",
         ),
         then(
             SharedError::NotWell {
                 problem: "vCPU 0 published 100 writes, its memory has 99".to_owned(),
             },
-            "The guest lost a write: this is a bug of hotlift or of the host.",
+            "The guest lost a write, which is a bug of hotlift or of the host.",
             "report it with the output of both processes",
         ),
         row(
             CommandError::Deferred,
-            "No client could start the incoming migration.",
+            "Without a monitor no client could start the incoming migration.",
         ),
         row(
             HostError::NotAllowed { pid: 4711 },
@@ -736,7 +739,7 @@ fn agent() -> Vec<Row> {
                 control: control(),
                 source: system(Errno::NOENT),
             },
-            "The agent does not run, or serves another socket.",
+            "The agent does not run, or its control socket has another path.",
         ),
         row(
             CommandError::NoAgent {
@@ -761,7 +764,7 @@ fn agent() -> Vec<Row> {
                 file: PathBuf::from("/etc/hotlift/agent.toml"),
                 line: 7,
                 key: "max-bandwidth".to_owned(),
-                problem: "'5 apples' is not allowed: expected bytes a second as in \"100M\"; \"0\" is unlimited".to_owned(),
+                problem: "'5 apples' is not allowed; expected bytes a second as in \"100M\"; \"0\" is unlimited".to_owned(),
             })),
             "The value of the key is not valid.",
             "correct that line; 'hotlift agent check' reads the file",
@@ -882,7 +885,7 @@ fn agent() -> Vec<Row> {
         ),
         logged(
             CarryError::Deserted,
-            "QEMU or libvirt ended the migration while it waited for its turn.",
+            "QEMU or libvirt ended the migration while it waited for a free slot.",
             "raise 'migrations' in agent.toml, or migrate fewer domains at once",
         ),
         logged(
@@ -893,7 +896,7 @@ fn agent() -> Vec<Row> {
         logged(
             CarryError::Unsettled,
             "The agent ended during the handover.",
-            "as the message states",
+            "check both QEMUs, and send 'cont' if the message requires it",
         ),
     ]
 }
@@ -907,7 +910,7 @@ fn libvirt() -> Vec<Row> {
                 at: uri(),
                 output: "failed to connect to the hypervisor; Cannot recv data: Connection reset by peer".to_owned(),
             },
-            "libvirt of this host is not reachable.",
+            "libvirt at this URI is not reachable.",
         ),
         then(
             VirshError::Silent { at: uri() },
@@ -925,7 +928,7 @@ fn libvirt() -> Vec<Row> {
             CommandError::NoDomain {
                 typed: "'web9'".to_owned(),
             },
-            "No host of the plan has a domain with this name.",
+            "Neither this host nor a destination of the drain has a domain with this name.",
         ),
         row(
             CommandError::NoHost {
@@ -968,7 +971,7 @@ fn libvirt() -> Vec<Row> {
             CommandError::DomainInDoubt {
                 reason: "it runs on both hosts, and both guests write to its disks: operation failed".to_owned(),
             },
-            "libvirt's answers do not show which host runs the domain.",
+            "The domain runs on both hosts, or libvirt does not report which host runs it.",
         ),
         row(
             CommandError::DomainEnded {
@@ -978,7 +981,7 @@ fn libvirt() -> Vec<Row> {
         ),
         row(CommandError::DomainsStayed { stayed: 2, of: 8 }, "Some migrations failed; the table shows each reason."),
         row(CommandError::DomainsEnded { ended: 1, of: 8 }, "Some domains ended during the drain."),
-        row(CommandError::DomainsInDoubt { domains: 1 }, "The state of some domains is unknown."),
+        row(CommandError::DomainsInDoubt { domains: 1 }, "Some domains run on both hosts, or libvirt does not report which host runs them."),
     ]
 }
 
@@ -1009,7 +1012,7 @@ fn certificates() -> Vec<Row> {
                 file: dir().join("server-cert.pem"),
                 role: "server",
             }),
-            "The folder has no certificate for this side of a connection.",
+            "A process that accepts connections needs server-cert.pem, one that connects needs client-cert.pem.",
             "make it with 'hotlift certs host NAME'",
         ),
         then(
@@ -1031,11 +1034,11 @@ fn certificates() -> Vec<Row> {
                 file: dir().join("server-cert.pem"),
                 subject: "CN=Hotlift CA".to_owned(),
             }),
-            "The chain of certificates has the wrong order.",
+            "The certificates in the file have the wrong order.",
         ),
         row(
             handshake(TlsError::PlaintextPeer),
-            "The process on that host uses no TLS.",
+            "The process on that host does not use TLS.",
         ),
         row(
             SharedError::from(ConversationError::SpeaksTls),
@@ -1090,7 +1093,7 @@ fn certificates() -> Vec<Row> {
         ),
         row(
             handshake(TlsError::NoCertificate),
-            "The other side has no certificate of this CA.",
+            "The other side has no certificate of a CA that this host trusts.",
         ),
         then(
             handshake(TlsError::TimedOut {
@@ -1116,7 +1119,7 @@ fn certificates() -> Vec<Row> {
                 dir: dir(),
                 file: "ca-key.pem",
             },
-            "The key of the CA is on another host.",
+            "The folder has no CA, or its key is on another host.",
         ),
         row(
             CertsError::NothingToRenew { dir: dir() },
@@ -1137,11 +1140,11 @@ fn certificates() -> Vec<Row> {
             CertsError::Authority(AuthorityError::Wildcard {
                 name: "*.example".to_owned(),
             }),
-            "A certificate is for one host.",
+            "Hotlift makes certificates for single hosts only.",
         ),
         row(
             CertsError::Authority(AuthorityError::Ended),
-            "The CA cannot sign any more.",
+            "An expired CA cannot sign certificates.",
         ),
     ]
 }
@@ -1171,14 +1174,14 @@ fn options() -> Vec<Row> {
                 "compress=on",
                 "multifd=off: it compresses pages on the main channel",
             ),
-            "Two options exclude each other.",
+            "Two options exclude each other. Remove one of them.",
         ),
         row(
             conflict(
                 "zero-copy-send=on",
                 "tls-creds to be unset: TLS encrypts a copy of each page",
             ),
-            "Encryption copies each page.",
+            "The options exclude each other, because encryption copies each page. Remove one of them.",
         ),
         row(
             SharedError::from(OptionError::NoAccelerator {
@@ -1226,7 +1229,7 @@ fn options() -> Vec<Row> {
                 "--listen=unix:/a",
                 "--connect=tcp:[fe80::1]:4444",
             ],
-            "A link-local address is valid on one network only.",
+            "A link-local address is valid on one network only, and the interface names this network.",
         ),
         typed(
             &["settle", "--qmp", "/run/vm.qmp"],
@@ -1245,7 +1248,7 @@ fn options() -> Vec<Row> {
                 "--method",
                 "lzma",
             ],
-            "The value is not one of the option's.",
+            "The option does not have this value.",
         ),
         row(
             listen("tcp::4444", Errno::ADDRINUSE),
@@ -1253,7 +1256,7 @@ fn options() -> Vec<Row> {
         ),
         row(
             listen("tcp:198.51.100.1:4444", Errno::ADDRNOTAVAIL),
-            "The address is not one of this host.",
+            "This host does not have this address.",
         ),
         row(
             listen("tcp::80", Errno::ACCESS),

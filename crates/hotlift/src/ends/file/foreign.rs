@@ -8,28 +8,32 @@ type Kind = (&'static [u8], &'static str, &'static str);
 /// Magic numbers: RFC 1952, RFC 8878, the xz, bzip2 and LZ4 frame formats, QEMU's qcow2 specification, libvirt's save images
 /// (finished and unfinished), ELF.
 const KINDS: &[Kind] = &[
-    (b"\x1f\x8b", "a gzip file", "decompress it first: gzip -d"),
+    (
+        b"\x1f\x8b",
+        "a gzip file",
+        "decompress it first ('gzip -d')",
+    ),
     (
         b"\x28\xb5\x2f\xfd",
         "a zstd file",
-        "decompress it first: zstd -d",
+        "decompress it first ('zstd -d')",
     ),
-    (b"\xfd7zXZ\0", "an xz file", "decompress it first: xz -d"),
-    (b"BZh", "a bzip2 file", "decompress it first: bzip2 -d"),
+    (b"\xfd7zXZ\0", "an xz file", "decompress it first ('xz -d')"),
+    (b"BZh", "a bzip2 file", "decompress it first ('bzip2 -d')"),
     (
         b"\x04\x22\x4d\x18",
         "an lz4 file",
-        "decompress it first: lz4 -d",
+        "decompress it first ('lz4 -d')",
     ),
     (
         b"QFI\xfb",
         "a qcow2 disk image",
-        "load a snapshot in it with QEMU: -loadvm NAME",
+        "load a snapshot in it with QEMU (-loadvm NAME)",
     ),
     (
         b"LibvirtQemudSave",
         "a save file of libvirt",
-        "restore it with libvirt: virsh restore FILE",
+        "restore it with libvirt ('virsh restore FILE')",
     ),
     (
         b"LibvirtQemudPart",

@@ -672,7 +672,7 @@ fn foreign_file_formats_are_named() {
     ));
     for (first, words) in [
         (&b"\x1f\x8b"[..], "this is a gzip file, not a save file"),
-        (b"\x28\xb5\x2f\xfd", "decompress it first: zstd -d"),
+        (b"\x28\xb5\x2f\xfd", "decompress it first ('zstd -d')"),
         (b"QFI\xfb", "a qcow2 disk image"),
         (b"LibvirtQemudSave", "virsh restore FILE"),
     ] {

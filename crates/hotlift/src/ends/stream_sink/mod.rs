@@ -76,8 +76,8 @@ const LAST_WITHOUT_CONFIGURATION: (u32, u32) = (2, 3);
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Name of the answer awaited after the opening, for the timeout error.
-const OPENED: &str = "the destination's answer to the opening (check that both sides have the same machine, multifd-channels \
-                      and method)";
+const OPENED: &str = "the destination's answer to the start of the stream (check that both sides have the same machine, \
+                      multifd-channels and method)";
 
 /// Reason reported if the destination's QEMU was ended and never ran the guest.
 const DID_NOT_RUN: &str = "its QEMU did not run the guest, and was ended";
@@ -519,7 +519,7 @@ impl Sink for StreamSink<'_> {
         }
         let waiting_for = match self.seen.is_guest {
             true => format!(
-                "the destination's answer to the opening (check that it expects {} multifd channels too)",
+                "the destination's answer to the start of the stream (check that it expects {} multifd channels too)",
                 settings.channels()
             ),
             false => OPENED.to_owned(),

@@ -364,8 +364,8 @@ impl Restore<'_> {
                 main.raw(&section.bytes)?;
             }
         }
-        self.await_answers("QEMU's answer to the opening (check that its machine is that of the file, and its capability \
-                            postcopy-ram)")?;
+        self.await_answers("QEMU's answer to the start of the stream (check that its machine is that of the file, and its \
+                            capability postcopy-ram)")?;
         if let Some(stream) = (self.connect_preempt)()? {
             self.connection.answer_on(stream, false);
         }
