@@ -39,8 +39,8 @@ const GUEST_POLL_INTERVAL: Duration = Duration::from_millis(50);
 #[derive(Debug, Args)]
 #[command(mut_arg("control", |arg| arg.visible_alias("qmp")))]
 pub struct GuestRunArgs {
-    /// Listen at this address and receive the guest from a source: tcp:HOST:PORT or unix:PATH; with defer, wait until a
-    /// monitor receives migrate-incoming
+    /// Receive the guest from a source at this address: tcp:HOST:PORT or unix:PATH; 'defer' waits for migrate-incoming
+    /// at a monitor
     #[arg(long, value_name = "URI", conflicts_with = "migrate_to")]
     incoming: Option<Incoming>,
     /// Migrate the guest to the destination that listens at this address: tcp:HOST:PORT or unix:PATH

@@ -51,7 +51,7 @@ pub struct GuestArgs {
     /// "generated" (a mix like that of a server) or "mixed" (text and random bytes in turn)
     #[arg(long, value_name = "PATH", default_value = "generated")]
     pub fill: Fill,
-    /// Share of zero pages, 0 to 1 [default: 0.25; with a memory image, the share in it]
+    /// Share of zero pages, 0 to 1 [default: 0.25; of an image, its own share]
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub zero_share: Option<f64>,
     /// Write the zero pages once, so that the host allocates them
