@@ -20,8 +20,9 @@ use hotlift_mem::wait_readable;
 use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::compare::{Outcome, compare};
+use hotlift_qemu::downtime_limit::LimitArgs;
 use hotlift_qemu::error::{Side, at_source};
-use hotlift_qemu::outgoing::{self, LimitArgs, OutgoingMigration};
+use hotlift_qemu::outgoing::{self, OutgoingMigration};
 use hotlift_qemu::run_state::state_clause;
 use hotlift_qemu::source::{DestinationKnowledge, Source};
 use hotlift_qemu::vm::{self, Vm};
@@ -450,8 +451,8 @@ impl Move<'_> {
         };
         let (source, settings) = (self.source, self.settings);
         let changed = outgoing::change_settings(source, self.purpose, settings, limit);
-        let relayed = changed.and_then(|ramp| {
-            moving.run(ramp, &mut |wakes, until, control| {
+        let relayed = changed.and_then(|limit| {
+            moving.run(limit, &mut |wakes, until, control| {
                 let received = self.receive(destination, &mut final_message, wakes, until);
                 if received.is_err() {
                     // If the destination's host is lost, the relay's connections are lost, too: the relay checks them now.

@@ -4,7 +4,7 @@ use comfy_table::Table;
 use hotlift::figures::{JobFigures, SideFigures, shares_of};
 use hotlift::progress::Stall;
 use hotlift::relay::{RelayProgress, RelayReport};
-use hotlift_qemu::outgoing::DowntimeLimit;
+use hotlift_qemu::downtime_limit::DowntimeLimit;
 use hotlift_qmp::{MigrationInfo, MigrationStats, RunState, Version};
 use hotlift_terminal::progress::bytes;
 use hotlift_terminal::table::{align, new_table};

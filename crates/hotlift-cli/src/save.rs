@@ -12,8 +12,9 @@ use hotlift_command::migration_args::{RoleArgs, role};
 use hotlift_mem::wait_readable;
 use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
+use hotlift_qemu::downtime_limit::LimitArgs;
 use hotlift_qemu::error::at_source;
-use hotlift_qemu::outgoing::{self, LimitArgs, OutgoingMigration, Relayed};
+use hotlift_qemu::outgoing::{self, OutgoingMigration, Relayed};
 use hotlift_qemu::source::{DestinationKnowledge, Source};
 use hotlift_qemu::unused_ram::unused_ram;
 use hotlift_qemu::vm;
@@ -93,7 +94,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
         wait_readable(wakes, Some(until));
     };
     let outcome = outgoing::change_settings(&source, Purpose::Save, &settings, limit)
-        .and_then(|ramp| moving.run(ramp, wait));
+        .and_then(|limit| moving.run(limit, wait));
     let saved = match outcome {
         Ok(Relayed {
             outcome: Ok(relay), ..

@@ -41,11 +41,27 @@ const EFFECT: Duration = Duration::from_millis(200);
 /// s.
 const COMPARED: Duration = Duration::from_millis(200);
 
+/// Shortest interval of polls: libvirt answers through a process.
+const SHORTEST_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Interval of polls until the first figures.
+const FIRST_INTERVAL: Duration = Duration::from_millis(200);
+
+/// Longest interval of polls.
+const LONGEST_INTERVAL: Duration = Duration::from_secs(1);
+
 /// Ratio of dirtied bytes to sent bytes above which QEMU throttles the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ThrottleTrigger {
     /// The ratio in percent: QEMU's `throttle-trigger-threshold`.
     pub percent: u64,
+}
+
+/// QEMU's default.
+impl Default for ThrottleTrigger {
+    fn default() -> Self {
+        Self { percent: 50 }
+    }
 }
 
 /// Figures that QEMU reports of an active migration.
@@ -106,6 +122,8 @@ pub struct DowntimeRamp {
     seen: Option<(u64, Instant)>,
     /// Duration of the latest round.
     round: Duration,
+    /// Time that the current round still takes, by QEMU's bandwidth.
+    left: Option<Duration>,
     /// Duration of the shortest round.
     shortest: Option<Duration>,
     /// Smallest number of bytes that remained at the first poll of a round.
@@ -131,19 +149,30 @@ impl DowntimeRamp {
     #[must_use]
     pub fn new(most: u64, throttle: Option<ThrottleTrigger>) -> Option<Self> {
         let steps = steps(most);
-        (most > 0 && steps.len() > 1).then_some(Self {
+        (most > 0 && steps.len() > 1).then(|| Self::with(steps, throttle))
+    }
+
+    /// Creates a ramp that has the operator's limit from the start.
+    #[must_use]
+    pub fn constant(limit: u64) -> Self {
+        Self::with(vec![limit], None)
+    }
+
+    fn with(steps: Vec<u64>, throttle: Option<ThrottleTrigger>) -> Self {
+        Self {
             steps,
             step: 0,
             throttle,
             reason: Reason::Shrinks,
             seen: None,
             round: Duration::ZERO,
+            left: None,
             shortest: None,
             least: None,
             stagnant: 0,
             fits_since: None,
             raised_at: None,
-        })
+        }
     }
 
     /// Returns all limits that the ramp may set, in milliseconds, ascending.
@@ -187,12 +216,29 @@ impl DowntimeRamp {
         self.reason = Reason::Changed;
     }
 
+    /// Returns the time until the next poll by a driver that gets no events: half of the time that the round still takes. Below
+    /// the operator's limit, that is half of this limit: about eight polls in the time of these rounds (`EXTRA`).
+    #[must_use]
+    pub fn interval(&self) -> Duration {
+        let most = Duration::from_millis(self.most());
+        let shortest = (most / 2).clamp(SHORTEST_INTERVAL, LONGEST_INTERVAL);
+        self.left.map_or(FIRST_INTERVAL, |left| {
+            (left / 2).clamp(shortest, LONGEST_INTERVAL)
+        })
+    }
+
     /// Evaluates QEMU's figures. Returns the new limit in milliseconds; `None` if the limit stays.
     pub fn poll(&mut self, now: Instant, figures: Figures) -> Option<u64> {
         if self.has_ended() {
             return None;
         }
         let is_new = self.measure(now, figures.rounds, figures.remaining);
+        // QEMU reports no bandwidth at first.
+        let ms = figures
+            .remaining
+            .saturating_mul(1000)
+            .checked_div(figures.sent);
+        self.left = Some(ms.map_or(Duration::ZERO, Duration::from_millis));
         // The first round sends all pages, dirty or not, and QEMU has not measured a dirty rate yet.
         if figures.rounds < 2 {
             return None;
@@ -289,6 +335,9 @@ mod tests {
         auto_converge: bool,
         /// Time in milliseconds from the start in which the guest writes nothing.
         rests: (u64, u64),
+        /// Milliseconds that each query and each change of the limit takes, if the driver gets no events; QEMU then begins with
+        /// the operator's limit.
+        polled: Option<u64>,
     }
 
     /// 4 GiB at 1 Gbit/s.
@@ -300,6 +349,7 @@ mod tests {
         sync: 1,
         auto_converge: false,
         rests: (0, 0),
+        polled: None,
     };
 
     #[derive(Debug, Clone, Copy, PartialEq)]
@@ -316,13 +366,15 @@ mod tests {
         /// Simulates a migration to its end: with `ramp`, or with the constant limit of the operator.
         fn run(self, mut ramp: Option<&mut DowntimeRamp>) -> Option<Ran> {
             let begin = Instant::now();
-            let mut limit = ramp.as_ref().map_or(MOST, |ramp| ramp.limit());
+            let first = ramp.as_ref().filter(|_| self.polled.is_none());
+            let mut limit = first.map_or(MOST, |ramp| ramp.limit());
             let (mut left, mut new, mut rounds) = (self.ram, 0.0, 1);
             let (mut window, mut bandwidth, mut threshold) = (0.0, 0.0, 0.0);
             let (mut looked_at, mut syncs_at, mut synced_at) = (0, None, 0);
             let (mut period, mut dirtied, mut sent, mut high) = (0, 0.0, 0.0, 0);
             let mut throttled = None;
             let (mut rate, mut is_event) = (0.0, false);
+            let (mut poll_at, mut later) = (200, None);
             for ms in 1..600_000 {
                 if ms < self.rests.0 || ms >= self.rests.1 {
                     let is_slow = if throttled.is_some() { 0.8 } else { 1.0 };
@@ -375,7 +427,14 @@ mod tests {
                     }
                 }
                 is_event |= is_synced;
-                if (is_event && ms - looked_at >= 20) || ms - looked_at >= 500 {
+                if later.is_some_and(|(at, _)| ms >= at) {
+                    (_, limit) = later.take().unwrap();
+                }
+                let is_due = match self.polled {
+                    Some(_) => ms >= poll_at,
+                    None => (is_event && ms - looked_at >= 20) || ms - looked_at >= 500,
+                };
+                if is_due {
                     (looked_at, is_event) = (ms, false);
                     #[expect(
                         clippy::cast_possible_truncation,
@@ -391,9 +450,19 @@ mod tests {
                         is_throttled: throttled.is_some(),
                     };
                     let now = begin + Duration::from_millis(ms);
-                    if let Some(set) = ramp.as_mut().and_then(|ramp| ramp.poll(now, figures)) {
-                        assert!(set > limit && set <= MOST, "{limit} -> {set}");
-                        limit = set;
+                    let Some(ramp) = ramp.as_mut() else { continue };
+                    let set = ramp.poll(now, figures);
+                    match (self.polled, set) {
+                        (Some(time), _) => {
+                            let interval = u64::try_from(ramp.interval().as_millis()).unwrap();
+                            poll_at = ms + time + interval;
+                            later = (ramp.limit() != limit).then(|| (ms + 2 * time, ramp.limit()));
+                        }
+                        (None, Some(set)) => {
+                            assert!(set > limit && set <= MOST, "{limit} -> {set}");
+                            limit = set;
+                        }
+                        (None, None) => {}
                     }
                 }
             }
@@ -538,6 +607,81 @@ mod tests {
                 one => panic!("{share}: {one:?}"),
             }
         }
+    }
+
+    /// A model whose driver asks libvirt.
+    const POLLED: Model = Model {
+        polled: Some(40),
+        ..MODEL
+    };
+
+    #[test]
+    fn polls_suffice_for_a_low_limit_while_the_guest_writes_below_the_link() {
+        // Close to the link, polls miss the ends of the last rounds, and the limit rises.
+        for (share, factor) in [(0.0, 6), (0.1, 6), (0.3, 6), (0.5, 6), (0.7, 6), (0.8, 2)] {
+            let dirty = MODEL.link * share;
+            let (ramp, fixed, _) = Model { dirty, ..POLLED }.both();
+            let (ramp, fixed) = (ramp.unwrap(), fixed.unwrap());
+            assert!(
+                ramp.downtime * factor <= fixed.downtime,
+                "{share}: {ramp:?}, {fixed:?}"
+            );
+            assert!(
+                ramp.total <= fixed.total + 5 * MOST,
+                "{share}: {ramp:?}, {fixed:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn polls_suffice_to_raise_the_limit_for_a_guest_that_needs_it() {
+        for ms in [15, 50, 100, 200] {
+            let model = Model {
+                dirty: 4.0 * MODEL.link,
+                working_set: MODEL.link * f64::from(ms),
+                ..POLLED
+            };
+            let (ramp, fixed, _) = model.both();
+            let (ramp, fixed) = (ramp.unwrap(), fixed.unwrap());
+            assert!(ramp.total <= fixed.total + 2000, "{ms}: {ramp:?} {fixed:?}");
+        }
+        let model = Model {
+            dirty: MODEL.link * 1.5,
+            working_set: 1e9,
+            rests: (150_000, 170_000),
+            ..POLLED
+        };
+        let (ramp, fixed, reason) = model.both();
+        let (ramp, fixed) = (ramp.unwrap(), fixed.unwrap());
+        assert_eq!((ramp.limit, reason), (MOST, Reason::Stagnant));
+        assert!(ramp.total <= fixed.total + 1000, "{ramp:?}, {fixed:?}");
+    }
+
+    #[test]
+    fn polls_get_closer_only_towards_the_end_of_a_round() {
+        let mut ramp = DowntimeRamp::new(MOST, None).unwrap();
+        assert_eq!(ramp.interval(), FIRST_INTERVAL);
+        let begin = Instant::now();
+        let mut interval = |ms, remaining| {
+            let figures = Figures {
+                rounds: 1,
+                remaining,
+                sent: 1_000_000,
+                ..Figures::default()
+            };
+            ramp.poll(begin + Duration::from_millis(ms), figures);
+            ramp.interval().as_millis()
+        };
+        assert_eq!(interval(0, 60_000_000), 1000);
+        assert_eq!(interval(1000, 1_200_000), 600);
+        assert_eq!(interval(2000, 0), 150);
+    }
+
+    #[test]
+    fn a_constant_limit_never_changes() {
+        let mut ramp = DowntimeRamp::constant(200);
+        assert_eq!((ramp.limit(), ramp.has_ended()), (200, true));
+        assert_eq!(ramp.poll(Instant::now(), Figures::default()), None);
     }
 
     #[test]

@@ -6,6 +6,7 @@
 //! | `outgoing` | migration of the source's QEMU into a relay |
 //! | `progress` | displayed progress of that migration |
 //! | `downtime_ramp` | downtime limit of that migration: starts low, and is raised if rounds stop getting shorter |
+//! | `downtime_limit` | sets that limit over QMP or through libvirt, and shows it |
 //! | `destination` | the destination's QEMU |
 //! | `incoming` | settings of that QEMU and of its relay |
 //! | `process`, `stderr` | a QEMU that this process started, and its output |
@@ -29,6 +30,7 @@ pub mod capabilities;
 pub mod compare;
 pub mod connect;
 pub mod destination;
+pub mod downtime_limit;
 pub mod downtime_ramp;
 pub mod error;
 pub mod first_answer;

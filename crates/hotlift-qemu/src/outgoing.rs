@@ -15,10 +15,10 @@ use hotlift_qmp::MigrationInfo;
 use hotlift_terminal::output::warn;
 use hotlift_terminal::progress::{Display, jobs, rounded};
 use hotlift_terminal::signals::{Interrupt, OwnFolder, run_alongside};
-use serde::Serialize;
 use serde_json::Value;
 
 use crate::capabilities::Purpose;
+use crate::downtime_limit::{DowntimeLimit, LimitArgs, RampedLimit};
 use crate::downtime_ramp::{DowntimeRamp, Figures, ThrottleTrigger};
 use crate::error::{QemuError, at_source};
 use crate::progress::{Watch, not_connected};
@@ -30,9 +30,6 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Minimum time between two queries that QEMU's events cause. Short rounds end every millisecond.
 const AFTER_EVENT: Duration = Duration::from_millis(20);
-
-/// Default of QEMU's `throttle-trigger-threshold`, in percent.
-const TRIGGER: u64 = 50;
 
 /// Time without a connection after which the operator is shown the relay's address. The same as for a silent host in a
 /// migration (`REPORTED` of hotlift's liveness).
@@ -70,47 +67,7 @@ pub struct Relayed {
     pub downtime_limit: Option<DowntimeLimit>,
 }
 
-/// Latest downtime limit of a migration with a [`DowntimeRamp`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct DowntimeLimit {
-    /// The limit in milliseconds; `None` if another client has set it.
-    pub ms: Option<u64>,
-    /// The operator's limit in milliseconds.
-    pub most_ms: u64,
-    /// Reason for the current limit, as text.
-    pub reason: String,
-}
-
-impl From<&DowntimeRamp> for DowntimeLimit {
-    fn from(ramp: &DowntimeRamp) -> Self {
-        Self {
-            ms: (!ramp.is_left()).then(|| ramp.limit()),
-            most_ms: ramp.most(),
-            reason: ramp.reason().to_string(),
-        }
-    }
-}
-
-impl std::fmt::Display for DowntimeLimit {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.ms {
-            Some(ms) => write!(f, "{ms} of {} ms, {}", self.most_ms, self.reason),
-            None => f.write_str(&self.reason),
-        }
-    }
-}
-
-/// Downtime limit that a command sets.
-#[derive(Debug, Clone, Copy)]
-pub struct LimitArgs {
-    /// The operator's limit for this migration; `None` to keep QEMU's own limit.
-    pub own: Option<Duration>,
-    /// True if the limit starts low, and is raised if rounds stop getting shorter.
-    pub ramps: bool,
-}
-
-/// Changes QEMU's settings to those that a migration into a relay needs. Returns the ramp of the downtime limit; `None` if the
-/// limit is constant.
+/// Prepares QEMU for a relay with these settings. Returns the downtime limit, unless it is constant.
 ///
 /// # Errors
 /// If QEMU refuses.
@@ -119,13 +76,12 @@ pub fn change_settings(
     purpose: Purpose,
     settings: &RelaySettings,
     limit: LimitArgs,
-) -> Result<Option<DowntimeRamp>, QemuError> {
+) -> Result<Option<RampedLimit>, QemuError> {
     let channels = settings.outgoing.channels();
     let (capabilities, mut parameters) = settings::for_relay(purpose, channels);
     // The operator's limit applies to the wire, after compression. The relay enforces it, and then reads more slowly from QEMU.
     parameters.insert("max-bandwidth".to_owned(), 0.into());
-    if let Some(limit) = limit.own {
-        let limit = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+    if let Some(limit) = limit.own_ms() {
         parameters.insert(DOWNTIME_LIMIT.to_owned(), limit.into());
     }
     let most = parameters.get(DOWNTIME_LIMIT).and_then(Value::as_u64);
@@ -139,7 +95,7 @@ pub fn change_settings(
         limits = ramp.steps();
     }
     source.change_settings(&capabilities, &parameters, limits)?;
-    Ok(ramp)
+    Ok(ramp.map(RampedLimit::of_first))
 }
 
 /// Returns the ramp of the downtime limit up to `most` milliseconds, or up to QEMU's own limit if `most` is `None`. Returns
@@ -152,22 +108,25 @@ fn ramp_to(source: &Source, most: Option<u64>) -> Result<Option<DowntimeRamp>, Q
     let throttles = |(name, is_on): &(String, bool)| {
         *is_on && ["auto-converge", "dirty-limit"].contains(&name.as_str())
     };
-    let trigger = capabilities.iter().any(throttles).then(|| ThrottleTrigger {
-        percent: number("throttle-trigger-threshold").unwrap_or(TRIGGER),
+    let trigger = capabilities.iter().any(throttles).then(|| {
+        let percent = number("throttle-trigger-threshold");
+        percent.map_or_else(ThrottleTrigger::default, |percent| ThrottleTrigger {
+            percent,
+        })
     });
     let most = most.or_else(|| number(DOWNTIME_LIMIT));
     Ok(most.and_then(|most| DowntimeRamp::new(most, trigger)))
 }
 
 impl OutgoingMigration<'_> {
-    /// Runs the relay and the migration to their end. Every wait calls `wait`, which may return early. `ramp` raises the
-    /// downtime limit.
+    /// Runs the relay and the migration to their end. All waits use `wait`, which may return early. `limit` is the downtime
+    /// limit, unless it is constant.
     ///
     /// # Errors
     /// If the migration could not be started. The relay's own error is in [`Relayed::outcome`].
     pub fn run(
         &self,
-        mut ramp: Option<DowntimeRamp>,
+        mut limit: Option<RampedLimit>,
         wait: WaitFn<'_>,
     ) -> Result<Relayed, QemuError> {
         let folder = OwnFolder::private()?;
@@ -209,7 +168,7 @@ impl OutgoingMigration<'_> {
                     .lock()
                     .map_or_else(|_| RelayProgress::default(), |it| *it)
             };
-            self.watch(ended, &control, &latest, ramp.as_mut(), wait);
+            self.watch(ended, &control, &latest, limit.as_mut(), wait);
             started
         })?;
         let may_run_there = may_run_there.load(Ordering::SeqCst);
@@ -220,7 +179,7 @@ impl OutgoingMigration<'_> {
                 outcome,
                 may_run_there,
                 activity: activity.get().copied().unwrap_or_default(),
-                downtime_limit: ramp.as_ref().map(DowntimeLimit::from),
+                downtime_limit: limit.as_ref().and_then(RampedLimit::report),
             }),
         }
     }
@@ -231,7 +190,7 @@ impl OutgoingMigration<'_> {
         ended: BorrowedFd<'_>,
         control: &Control,
         latest: &dyn Fn() -> RelayProgress,
-        mut ramp: Option<&mut DowntimeRamp>,
+        mut limit: Option<&mut RampedLimit>,
         wait: WaitFn<'_>,
     ) {
         let display = Display::new("migration", self.quiet, control);
@@ -245,8 +204,6 @@ impl OutgoingMigration<'_> {
         // An event reports the end of each round. Without the descriptor the limit is still raised, but later.
         let mut qmp = self.source.qemu().client().descriptor().ok();
         let mut events_at = Instant::now();
-        let mut applied = ramp.as_ref().map(|ramp| ramp.limit());
-        let mut shown = applied;
         while !is_readable(ended) {
             if self.interrupt.is_raised() && wakes.len() > 1 {
                 wakes.truncate(1);
@@ -257,7 +214,7 @@ impl OutgoingMigration<'_> {
                     control.cancel();
                 }
             }
-            let is_ramping = ramp.as_ref().is_some_and(|ramp| !ramp.has_ended());
+            let is_ramping = limit.as_ref().is_some_and(|it| !it.ramp().has_ended());
             let event = qmp.as_ref().filter(|_| is_ramping).map(AsFd::as_fd);
             let (until, event) = match event {
                 Some(_) if Instant::now() < events_at => (poll_at.min(events_at), None),
@@ -272,8 +229,8 @@ impl OutgoingMigration<'_> {
             }
             events_at = now + AFTER_EVENT;
             let info = self.source.poll();
-            match (&info, ramp.as_deref_mut()) {
-                (Ok(info), Some(ramp)) => self.ramp(ramp, &mut applied, info, now),
+            match (&info, limit.as_deref_mut()) {
+                (Ok(info), Some(limit)) => self.ramp(limit, info, now),
                 (Ok(_), None) => {}
                 // The descriptor of a closed connection would always be readable.
                 (Err(_), _) => qmp = None,
@@ -288,12 +245,8 @@ impl OutgoingMigration<'_> {
                     _ => watch.poll(&info, latest(), control.stall()),
                 };
                 line.text.push_str(&jobs(&control.jobs()));
-                if let Some(ramp) = &ramp {
-                    let limit = format!("downtime-limit {}", DowntimeLimit::from(&**ramp));
-                    line.text.push_str(&format!(", {limit}"));
-                    if std::mem::replace(&mut shown, applied) != applied {
-                        line.remark.get_or_insert(limit);
-                    }
+                if let Some(limit) = limit.as_deref_mut() {
+                    limit.show(&mut line);
                 }
                 display.show_line(watch.round(), || line);
                 if info.has_failed() {
@@ -307,16 +260,9 @@ impl OutgoingMigration<'_> {
         display.finish();
     }
 
-    /// Passes QEMU's figures to `ramp`, and sets the limit that `ramp` returns. `applied` is the limit set in QEMU; `None` if
-    /// another client has set one.
-    fn ramp(
-        &self,
-        ramp: &mut DowntimeRamp,
-        applied: &mut Option<u64>,
-        info: &MigrationInfo,
-        now: Instant,
-    ) {
-        let (Some(ram), "active", false) = (&info.ram, info.status(), ramp.is_left()) else {
+    /// Passes QEMU's figures to the ramp, and sets its limit.
+    fn ramp(&self, limit: &mut RampedLimit, info: &MigrationInfo, now: Instant) {
+        let (Some(ram), "active") = (&info.ram, info.status()) else {
             return;
         };
         let figures = Figures {
@@ -326,19 +272,6 @@ impl OutgoingMigration<'_> {
             sent: rounded(ram.mbps * 1e6 / 8.0),
             is_throttled: info.cpu_throttle_percentage.unwrap_or(0) > 0,
         };
-        ramp.poll(now, figures);
-        let limit = Some(ramp.limit());
-        // Either the error is temporary, or the migration ends. The next call tries again.
-        match self
-            .source
-            .set_downtime_limit(limit.filter(|_| *applied != limit))
-        {
-            Ok(true) => *applied = limit,
-            Ok(false) => {
-                ramp.leave();
-                *applied = None;
-            }
-            Err(_) => {}
-        }
+        limit.poll(now, figures, |limit| self.source.set_downtime_limit(limit));
     }
 }
