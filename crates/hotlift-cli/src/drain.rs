@@ -30,6 +30,7 @@ use crate::agent_control::{self, ControlArgs};
 use crate::error::CommandError;
 use crate::libvirt::virsh::Libvirt;
 use crate::output_args::OutputArgs;
+use crate::ramp_args::RampArgs;
 
 /// Flags of `drain`.
 #[derive(Debug, Args)]
@@ -56,6 +57,8 @@ pub struct DrainArgs {
     /// Print the plan, and move nothing
     #[arg(long)]
     dry_run: bool,
+    #[command(flatten)]
+    ramp: RampArgs,
     #[command(flatten)]
     control: ControlArgs,
     #[command(flatten)]
@@ -300,18 +303,23 @@ impl<'a> Drain<'a> {
             here: self.here.clone(),
             step: self.outcomes[index].step.clone(),
             options,
+            limit: self.args.ramp.limit(None),
             is_displayed: self.display.is_table(),
             abort,
         };
         let sender = self.sender.clone();
         one.start(move |event| _ = sender.send(DrainEvent::Move(index, event)));
-        self.enter(index, MoveState::UnderWay { job: None });
+        self.enter(index, MoveState::UnderWay { progress: None });
     }
 
     fn take(&mut self, index: usize, event: MoveEvent) {
         match event {
-            MoveEvent::Job(job) => {
-                self.outcomes[index].move_state = MoveState::UnderWay { job: Some(job) }
+            MoveEvent::Progress(progress) => {
+                if let Some(remark) = &progress.remark {
+                    self.display.remark(&self.outcomes[index], remark);
+                }
+                let progress = Some(progress);
+                self.outcomes[index].move_state = MoveState::UnderWay { progress };
             }
             MoveEvent::Ended { move_state, lost } => {
                 self.enter(index, move_state);

@@ -21,6 +21,7 @@ mod methods;
 mod migrate;
 mod output_args;
 mod peer;
+mod ramp_args;
 mod relay;
 mod relay_report;
 mod report;

@@ -7,7 +7,7 @@ use std::os::fd::BorrowedFd;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use hotlift::conversation::{Conversation, ConversationError};
 use hotlift::relay::{GuestActivity, Outgoing, RelayReport, RelaySettings};
 use hotlift::transport::TransportError;
@@ -20,7 +20,6 @@ use hotlift_mem::wait_readable;
 use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::compare::{Outcome, compare};
-use hotlift_qemu::downtime_limit::LimitArgs;
 use hotlift_qemu::error::{Side, at_source};
 use hotlift_qemu::outgoing::{self, OutgoingMigration};
 use hotlift_qemu::run_state::state_clause;
@@ -37,6 +36,7 @@ use crate::differences;
 use crate::error::CommandError;
 use crate::output_args::OutputArgs;
 use crate::peer::{Answer, Differences, Hello, SourceMessage};
+use crate::ramp_args::RampArgs;
 use crate::relay_report::Migration;
 
 /// Longest wait for the destination to get ready after it has read the hello (the first message): it may start a QEMU first.
@@ -77,28 +77,14 @@ pub struct MigrateArgs {
     /// Migrate even if the VMs differ, and let QEMU decide
     #[arg(long, conflicts_with_all = ["domain", "check"])]
     ignore_differences: bool,
-    /// on: begin with a low downtime limit, and raise it up to 'downtime-limit' as far as the migration needs; off: begin with
-    /// 'downtime-limit'
-    #[arg(
-        long,
-        value_name = "VALUE",
-        default_value = "on",
-        conflicts_with = "domain"
-    )]
-    downtime_ramp: OnOff,
+    #[command(flatten)]
+    ramp: RampArgs,
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
     libvirt: DomainArgs,
     #[command(flatten)]
     migration: RoleArgs<role::Migrate>,
-}
-
-/// Value of a switch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum OnOff {
-    On,
-    Off,
 }
 
 /// Value of `--to`: receiver of the guest.
@@ -140,6 +126,7 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
             domain,
             uri,
             (settings, &args.migration.values().tls),
+            args.ramp.limit(args.migration.downtime_limit()),
             &args.output,
         ),
         (None, ..) => Err(CommandError::WrongTo {
@@ -445,10 +432,7 @@ impl Move<'_> {
             quiet: self.args.output.quiet,
         };
         let mut final_message = None;
-        let limit = LimitArgs {
-            own: self.args.migration.downtime_limit(),
-            ramps: self.args.downtime_ramp == OnOff::On,
-        };
+        let limit = self.args.ramp.limit(self.args.migration.downtime_limit());
         let (source, settings) = (self.source, self.settings);
         let changed = outgoing::change_settings(source, self.purpose, settings, limit);
         let relayed = changed.and_then(|limit| {

@@ -68,6 +68,8 @@ pub struct DomainMigration {
     pub to: String,
     /// Statistics of libvirt; `null` if libvirt reports none.
     pub libvirt: Option<Job>,
+    /// Downtime limit at the switchover; `null` if the operator's limit applied from the start.
+    pub downtime_limit: Option<DowntimeLimit>,
     /// Report of the relay at the source; `null` if the relay failed after the domain had moved.
     pub relay: Option<RelayReport>,
 }
@@ -85,6 +87,9 @@ impl DomainMigration {
                 .downtime_ms
                 .map_or("-".to_owned(), |ms| format!("{ms} ms"));
             row("downtime (libvirt)", downtime);
+        }
+        if let Some(limit) = &self.downtime_limit {
+            row("downtime limit (QEMU)", limit.to_string());
         }
         let mut threads = String::new();
         if let Some(relay) = &self.relay {

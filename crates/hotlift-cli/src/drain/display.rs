@@ -2,6 +2,7 @@
 
 use std::io::IsTerminal;
 
+use hotlift_qemu::downtime_limit::DowntimeLimit;
 use hotlift_terminal::output;
 use hotlift_terminal::progress::bytes;
 use hotlift_terminal::table::{align_with_words, new_table};
@@ -16,13 +17,17 @@ use crate::libvirt::virsh::Job;
 pub enum MoveState {
     /// The move has not started.
     Waiting,
-    /// The move is running; `job` has libvirt's statistics so far.
+    /// Its move is running.
     UnderWay {
         #[serde(skip)]
-        job: Option<Job>,
+        progress: Option<MoveProgress>,
     },
     /// The domain is at the destination.
-    Moved { job: Option<Job> },
+    Moved {
+        job: Option<Job>,
+        /// Downtime limit at the switchover; `null` if it was the operator's from the start.
+        downtime_limit: Option<DowntimeLimit>,
+    },
     /// The move failed, and the domain runs here.
     Stayed { reason: String },
     /// The domain ended before its move, and is on neither host.
@@ -31,6 +36,17 @@ pub enum MoveState {
     NotBegun { reason: String },
     /// The host that has the domain is unknown.
     Unknown { reason: String },
+}
+
+/// Progress of a running move.
+#[derive(Debug, Clone)]
+pub struct MoveProgress {
+    /// Statistics so far.
+    pub job: Option<Job>,
+    /// The downtime limit, if it began low.
+    pub limit: Option<DowntimeLimit>,
+    /// A change of this limit.
+    pub remark: Option<String>,
 }
 
 /// A domain of the plan, with its state.
@@ -49,7 +65,7 @@ pub fn table(outcomes: &[Outcome]) -> String {
         let (state, job) = match move_state {
             MoveState::Waiting => ("waiting", None),
             MoveState::UnderWay { .. } => ("under way", None),
-            MoveState::Moved { job } => ("moved", *job),
+            MoveState::Moved { job, .. } => ("moved", *job),
             MoveState::Stayed { .. } => ("stayed", None),
             MoveState::Ended { .. } => ("ended", None),
             MoveState::NotBegun { .. } => ("not started", None),
@@ -94,11 +110,6 @@ impl Display {
 
     /// Prints a line with the state of a domain; nothing if the output is a table.
     pub fn note(&self, outcome: &Outcome) {
-        if self.quiet || self.terminal {
-            return;
-        }
-        let domain = &outcome.step.domain.name;
-        let to = outcome.step.to.as_deref().map_or("-".to_owned(), short);
         let text = match &outcome.move_state {
             MoveState::Waiting => return,
             MoveState::UnderWay { .. } => "under way".to_owned(),
@@ -108,6 +119,16 @@ impl Display {
             MoveState::NotBegun { reason } => format!("not started: {reason}"),
             MoveState::Unknown { reason } => format!("unknown: {reason}"),
         };
+        self.remark(outcome, &text);
+    }
+
+    /// Prints a line about the move of a domain, unless there is a table.
+    pub fn remark(&self, outcome: &Outcome, text: &str) {
+        if self.quiet || self.terminal {
+            return;
+        }
+        let domain = &outcome.step.domain.name;
+        let to = outcome.step.to.as_deref().map_or("-".to_owned(), short);
         output::progress(&format!("{domain} to {to}: {text}\n"));
     }
 
@@ -119,12 +140,21 @@ impl Display {
         self.finish();
         let mut text = table(outcomes);
         for Outcome { step, move_state } in outcomes {
-            if let MoveState::UnderWay { job: Some(job) } = move_state
+            if let MoveState::UnderWay {
+                progress: Some(MoveProgress {
+                    job: Some(job),
+                    limit,
+                    ..
+                }),
+            } = move_state
                 // libvirt reports a size of 0 at the start of a migration.
                 && job.memory_bytes > 0
             {
                 let left = bytes(job.remaining_bytes);
                 text += &format!("\n{}: {left} to go", step.domain.name);
+                if let Some(limit) = limit {
+                    text += &format!(", downtime-limit {limit}");
+                }
             }
         }
         self.lines = text.lines().count();

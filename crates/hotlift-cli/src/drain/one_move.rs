@@ -8,13 +8,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::is_readable;
+use hotlift_qemu::downtime_limit::{DowntimeLimit, LimitArgs};
 use hotlift_terminal::error::error_line;
 
-use crate::drain::display::MoveState;
+use crate::drain::display::{MoveProgress, MoveState};
 use crate::drain::peers::lost_for;
 use crate::drain::plan::Step;
+use crate::libvirt::downtime::DomainLimit;
 use crate::libvirt::guest_location::{GuestLocation, guest_location};
-use crate::libvirt::virsh::{ABORT_AGAIN, Domain, Job, Libvirt, Migrating, State, VirshError};
+use crate::libvirt::virsh::{ABORT_AGAIN, Domain, Libvirt, Migrating, State, VirshError};
 
 /// Interval at which a move queries libvirt for statistics.
 pub const POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -26,6 +28,8 @@ pub struct Move {
     pub step: Step,
     /// Options of `virsh migrate`.
     pub options: Vec<OsString>,
+    /// Downtime limit of the domain's QEMU.
+    pub limit: LimitArgs,
     /// True if the operator sees statistics during the migration, so they must be queried.
     pub is_displayed: bool,
     /// Readable once the move must not start any more, or must be aborted.
@@ -35,8 +39,8 @@ pub struct Move {
 /// Event of a move: its progress, or its end.
 #[derive(Debug)]
 pub enum MoveEvent {
-    /// libvirt's statistics of the migration so far.
-    Job(Job),
+    /// Figures so far.
+    Progress(MoveProgress),
     /// The move ended.
     Ended {
         /// Final state of the domain.
@@ -65,7 +69,7 @@ impl Move {
 
     fn follow(&self, report: &impl Fn(MoveEvent)) -> MoveEvent {
         let to = Libvirt::at(self.step.to.as_deref().unwrap_or_default());
-        let move_state = self.run(&to, |job| report(MoveEvent::Job(job)));
+        let move_state = self.run(&to, |progress| report(MoveEvent::Progress(progress)));
         let answers = match move_state {
             MoveState::Moved { .. } | MoveState::Waiting => Ok(()),
             _ => to.ask(&["uri"]).map(drop),
@@ -74,8 +78,9 @@ impl Move {
         MoveEvent::Ended { move_state, lost }
     }
 
-    fn run(&self, to: &Libvirt, report: impl Fn(Job)) -> MoveState {
+    fn run(&self, to: &Libvirt, report: impl Fn(MoveProgress)) -> MoveState {
         let domain = &self.step.domain;
+        let mut limit = DomainLimit::new(&self.here, domain, self.limit, &self.options);
         let mut migrating = match self.begin(to) {
             Ok(Some(migrating)) => migrating,
             Ok(None) => return MoveState::Waiting,
@@ -98,21 +103,40 @@ impl Move {
             if to_abort && !is_aborted {
                 is_aborted = self.here.abort(domain).is_ok();
             }
-            let until = match (to_abort && !is_aborted, self.is_displayed) {
-                (true, _) => Some(Instant::now() + ABORT_AGAIN),
-                (false, true) => Some(poll_at),
-                (false, false) => None,
+            let limit_at = limit.as_ref().filter(|_| !to_abort);
+            let limit_at = limit_at.and_then(DomainLimit::poll_at);
+            let until = match to_abort && !is_aborted {
+                true => Some(Instant::now() + ABORT_AGAIN),
+                false => {
+                    let shown_at = self.is_displayed.then_some(poll_at);
+                    [shown_at, limit_at].into_iter().flatten().min()
+                }
             };
             let wakes = &[abort][usize::from(to_abort)..];
-            match migrating.wait(wakes, until) {
-                Ok(Some(ended)) => return move_state(&self.here, to, domain, ended),
-                Err(error) => return move_state(&self.here, to, domain, Err(error_line(&error))),
-                Ok(None) if self.is_displayed && Instant::now() >= poll_at => {
-                    poll_at = Instant::now() + POLL_INTERVAL;
-                    self.here.job(domain, false).into_iter().for_each(&report);
+            let ended = match migrating.wait(wakes, until) {
+                Ok(ended) => ended,
+                Err(error) => Some(Err(error_line(&error))),
+            };
+            if let Some(ended) = ended {
+                if ended.is_err() {
+                    limit.iter().for_each(DomainLimit::restore);
                 }
-                Ok(None) => {}
+                let limit = limit.as_ref().and_then(DomainLimit::report);
+                return move_state(&self.here, to, domain, ended, limit);
             }
+            let now = Instant::now();
+            let job = match &mut limit {
+                Some(limit) if limit_at.is_some_and(|at| now >= at) => limit.poll(),
+                _ if self.is_displayed && now >= poll_at => self.here.job(domain, false),
+                _ => continue,
+            };
+            poll_at = now + POLL_INTERVAL;
+            let mut limit = limit.as_mut().map(DomainLimit::shown);
+            report(MoveProgress {
+                job,
+                limit: limit.as_ref().and_then(|limit| limit.report()),
+                remark: limit.as_mut().and_then(|limit| limit.remark()),
+            });
         }
     }
 
@@ -136,16 +160,19 @@ fn move_state(
     to: &Libvirt,
     domain: &Domain,
     ended: Result<(), String>,
+    downtime_limit: Option<DowntimeLimit>,
 ) -> MoveState {
     let Err(reason) = ended else {
         return MoveState::Moved {
             job: to.job(domain, true),
+            downtime_limit,
         };
     };
     match guest_location(here, to, domain, State::Running, &reason) {
         GuestLocation::Here => MoveState::Stayed { reason },
         GuestLocation::There => MoveState::Moved {
             job: to.job(domain, true),
+            downtime_limit,
         },
         GuestLocation::Ended => MoveState::Ended {
             reason: here.with_end(domain, reason),

@@ -12,6 +12,7 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift_qemu::downtime_ramp::Figures;
 use hotlift_qmp::one_line;
 
 use crate::libvirt::virsh_run::Run;
@@ -134,6 +135,53 @@ pub struct Job {
     pub memory_bytes: u64,
     /// Memory that is not sent yet, in bytes.
     pub remaining_bytes: u64,
+}
+
+impl Job {
+    /// Parses the output of `virsh domjobinfo --rawstats`; `None` if it has no migration.
+    fn parse(output: &str) -> Option<Self> {
+        Some(Self {
+            total_ms: number(output, "time_elapsed:")?,
+            downtime_ms: number(output, "downtime:"),
+            memory_bytes: number(output, "memory_total:").unwrap_or(0),
+            remaining_bytes: number(output, "memory_remaining:").unwrap_or(0),
+        })
+    }
+}
+
+/// A running migration, as libvirt reports it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Statistics for the operator.
+    pub job: Option<Job>,
+    /// QEMU's figures; `None` before the memory moves.
+    pub figures: Option<Figures>,
+    /// Downtime limit of the domain's QEMU in milliseconds.
+    pub downtime_limit: Option<u64>,
+}
+
+impl Progress {
+    /// Parses the output of `virsh domjobinfo --rawstats`, then of `migrate-getmaxdowntime`, which is a number.
+    fn parse(output: &str) -> Self {
+        let of = |name| number(output, name);
+        // 0 until QEMU has begun the migration.
+        let rounds = of("memory_iteration:").filter(|rounds| *rounds > 0);
+        let figures = rounds.map(|rounds| Figures {
+            rounds,
+            remaining: of("memory_remaining:").unwrap_or(0),
+            dirty: of("memory_dirty_rate:")
+                .unwrap_or(0)
+                .saturating_mul(of("memory_page_size:").unwrap_or(1)),
+            sent: of("memory_bps:").unwrap_or(0),
+            is_throttled: of("auto_converge_throttle:").is_some_and(|percent| percent > 0),
+        });
+        let last = output.trim_end().lines().next_back();
+        Self {
+            job: Job::parse(output),
+            figures,
+            downtime_limit: last.and_then(|line| line.trim().parse().ok()),
+        }
+    }
 }
 
 /// libvirt's figures of a domain's memory.
@@ -326,14 +374,48 @@ impl Libvirt {
             // Keeps the statistics in libvirt, for later queries.
             line.extend(["--completed", "--keep-completed"]);
         }
-        let output = self.ask(&line).ok()?;
-        let of = |name| value(&output, name).and_then(|value| value.parse().ok());
-        Some(Job {
-            total_ms: of("time_elapsed:")?,
-            downtime_ms: of("downtime:"),
-            memory_bytes: of("memory_total:").unwrap_or(0),
-            remaining_bytes: of("memory_remaining:").unwrap_or(0),
-        })
+        Job::parse(&self.ask(&line).ok()?)
+    }
+
+    /// Returns the progress of a domain's migration.
+    ///
+    /// # Errors
+    /// [`VirshError`].
+    pub fn progress(&self, domain: &Domain) -> Result<Progress, VirshError> {
+        // One process for both. It also ends without an error if only one of them has an answer.
+        let uuid = &domain.uuid;
+        let lines = [
+            format!("domjobinfo --rawstats --domain {uuid}"),
+            format!("migrate-getmaxdowntime --domain {uuid}"),
+            "echo".to_owned(),
+        ];
+        Ok(Progress::parse(&self.ask(&[&lines.join("; ")])?))
+    }
+
+    /// Returns the downtime limit of an active domain's QEMU in milliseconds.
+    ///
+    /// # Errors
+    /// [`VirshError`].
+    pub fn downtime_limit(&self, domain: &Domain) -> Result<u64, VirshError> {
+        let output = self.ask(&["migrate-getmaxdowntime", "--domain", &domain.uuid])?;
+        let limit = output.trim().parse();
+        limit.map_err(|_| self.garbage("a downtime limit", &output))
+    }
+
+    /// Sets that limit in milliseconds.
+    ///
+    /// # Errors
+    /// [`VirshError`].
+    pub fn set_downtime_limit(&self, domain: &Domain, limit: u64) -> Result<(), VirshError> {
+        let (uuid, limit) = (&domain.uuid, limit.to_string());
+        let line = [
+            "migrate-setmaxdowntime",
+            "--domain",
+            uuid,
+            "--downtime",
+            &limit,
+        ];
+        self.ask(&line).map(drop)
     }
 
     /// Starts `virsh migrate --live` of `domain` to the libvirt `to`, with the further options `options`.
@@ -479,6 +561,32 @@ mod tests {
         let output = "total  :  24684096 KiB\nfree   :  20000000 KiB\ncached :         17 KiB";
         assert_eq!(value(output, "free"), Some("20000000 KiB"));
         assert_eq!(value("Persistent:     yes", "Persistent:"), Some("yes"));
+    }
+
+    #[test]
+    fn figures_of_a_migration_are_parsed_once_its_memory_moves() {
+        let begun = "Job type: 2\n\noperation: 5\ntime_elapsed: 64\nmemory_total: 0\n\
+            memory_remaining: 0\nmemory_dirty_rate: 0\nmemory_iteration: 0\n\n300\n\n";
+        let found = Progress::parse(begun);
+        assert_eq!((found.figures, found.downtime_limit), (None, Some(300)));
+        assert_eq!(found.job.map(|job| job.total_ms), Some(64));
+        let moves = "Job type: 2\n\noperation: 5\ntime_elapsed: 749\ndowntime: 9\n\
+            memory_total: 67444736\nmemory_remaining: 61005824\nmemory_bps: 9659562\n\
+            memory_dirty_rate: 500\nmemory_iteration: 2\nmemory_page_size: 4096\n\
+            auto_converge_throttle: 20\n\n9\n\n";
+        let figures = Figures {
+            rounds: 2,
+            remaining: 61_005_824,
+            dirty: 500 * 4096,
+            sent: 9_659_562,
+            is_throttled: true,
+        };
+        let found = Progress::parse(moves);
+        assert_eq!(
+            (found.figures, found.downtime_limit),
+            (Some(figures), Some(9))
+        );
+        assert_eq!(Progress::parse("Job type: 0\n\n\n"), Progress::default());
     }
 
     #[test]

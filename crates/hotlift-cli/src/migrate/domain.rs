@@ -24,14 +24,16 @@ use hotlift_command::connect::connect;
 use hotlift_command::error::SharedError;
 use hotlift_command::security;
 use hotlift_mem::is_readable;
+use hotlift_qemu::downtime_limit::{DowntimeLimit, LimitArgs};
 use hotlift_qmp::one_line;
 use hotlift_terminal::error::TerminalError;
 use hotlift_terminal::output::warn;
-use hotlift_terminal::progress::Display;
+use hotlift_terminal::progress::{Display, Line};
 use hotlift_terminal::signals::{Interrupt, run_alongside};
 
 use crate::agent_control::config_in;
 use crate::error::CommandError;
+use crate::libvirt::downtime::DomainLimit;
 use crate::libvirt::guest_location::{GuestLocation, guest_location};
 use crate::libvirt::virsh::{ABORT_AGAIN, Domain, Libvirt, Migrating, State, VirshError, host_of};
 use crate::output_args::OutputArgs;
@@ -113,6 +115,7 @@ pub fn run(
     domain: &str,
     uri: &str,
     (settings, tls): (RelaySettings, &TlsOptions),
+    limit: LimitArgs,
     output: &OutputArgs,
 ) -> Result<(), CommandError> {
     let copies = |word: &OsString| word.to_string_lossy().starts_with("--copy-storage");
@@ -140,6 +143,7 @@ pub fn run(
     let this = Move {
         args,
         domain,
+        limit,
         here: &here,
         to: &to,
         agent: &agent,
@@ -160,6 +164,7 @@ pub fn run(
         domain: domain.clone(),
         to: uri.to_owned(),
         libvirt: None,
+        downtime_limit: ended.downtime_limit,
         relay: None,
     };
     let theirs = ended
@@ -214,6 +219,7 @@ fn listen(allowed: Ports, but: &[u16]) -> Result<(Listener, u16), CommandError> 
 struct Move<'a> {
     args: &'a DomainArgs,
     domain: &'a Domain,
+    limit: LimitArgs,
     here: &'a Libvirt,
     to: &'a Libvirt,
     agent: &'a Address,
@@ -227,6 +233,8 @@ struct Ended {
     relay: Result<hotlift::relay::RelayReport, hotlift::MigrationError>,
     /// Error that the other agent sent; `None` if it sent none.
     theirs: Option<String>,
+    /// Downtime limit at the end; `None` if it was constant.
+    downtime_limit: Option<DowntimeLimit>,
 }
 
 impl Move<'_> {
@@ -276,9 +284,14 @@ impl Move<'_> {
                 (Incoming::Listener(listener), Outgoing::Address(self.agent));
             hotlift::relay::relay(incoming, &outgoing, &settings, &control, hooks)
         };
+        let options = self.args.options(port);
+        let mut limit = DomainLimit::new(self.here, self.domain, self.limit, &options);
         let (relay, libvirt) = run_alongside(relay, |ended| {
             let mut is_connected = true;
-            let libvirt = self.libvirt(port, ended, &mut |migrating, wakes, until| {
+            let mut wait = |migrating: &mut Migrating,
+                            limit: Option<&mut DomainLimit<'_>>,
+                            wakes: &[BorrowedFd<'_>],
+                            until| {
                 let mut wakes = wakes.to_vec();
                 wakes.extend(is_connected.then(|| conversation.as_fd()));
                 let ended = migrating.wait(&wakes, Some(until))?;
@@ -295,14 +308,21 @@ impl Move<'_> {
                 }
                 if let Some(progress) = latest.lock().ok().and_then(|latest| *latest) {
                     display.show_line(0, || {
-                        progress_line("migration", &progress, control.stall()).into()
+                        let line = progress_line("migration", &progress, control.stall());
+                        let mut line = Line::from(line);
+                        if let Some(limit) = limit {
+                            limit.shown().show(&mut line);
+                        }
+                        line
                     });
                 }
                 Ok(ended)
-            });
+            };
+            let libvirt = self.libvirt(&options, limit.as_mut(), ended, &mut wait);
             // If libvirt has failed or was aborted, no QEMU connects to the relay any more.
             if !matches!(libvirt, Ok(Ok(()))) {
                 control.cancel();
+                limit.iter().for_each(DomainLimit::restore);
             }
             libvirt
         })?;
@@ -319,6 +339,7 @@ impl Move<'_> {
             libvirt: libvirt?,
             relay,
             theirs,
+            downtime_limit: limit.as_ref().and_then(DomainLimit::report),
         })
     }
 
@@ -326,12 +347,12 @@ impl Move<'_> {
     /// descriptors that end the wait early. `relay_ended` is readable once the relay has ended.
     fn libvirt(
         &self,
-        port: u16,
+        options: &[OsString],
+        mut limit: Option<&mut DomainLimit<'_>>,
         relay_ended: BorrowedFd<'_>,
         wait: Wait<'_>,
     ) -> Result<Result<(), String>, VirshError> {
-        let options = self.args.options(port);
-        let mut migrating = self.here.migrate(self.domain, self.to, &options)?;
+        let mut migrating = self.here.migrate(self.domain, self.to, options)?;
         let mut is_aborted = false;
         let mut alone_at = None;
         loop {
@@ -350,8 +371,17 @@ impl Move<'_> {
                 _ if !is_aborted => is_aborted = self.here.abort(self.domain).is_ok(),
                 _ => {}
             }
-            if let Some(ended) = wait(&mut migrating, &wakes, now + ABORT_AGAIN)? {
+            let limit_at = limit.as_ref().filter(|_| !is_aborted);
+            let limit_at = limit_at.and_then(|limit| limit.poll_at());
+            let again = now + ABORT_AGAIN;
+            let until = limit_at.map_or(again, |at| at.min(again));
+            if let Some(ended) = wait(&mut migrating, limit.as_deref_mut(), &wakes, until)? {
                 return Ok(ended);
+            }
+            if let Some(limit) = limit.as_deref_mut()
+                && limit_at.is_some_and(|at| Instant::now() >= at)
+            {
+                limit.poll();
             }
         }
     }
@@ -361,6 +391,7 @@ impl Move<'_> {
 /// `None` if the migration still runs.
 type Wait<'a> = &'a mut dyn FnMut(
     &mut Migrating,
+    Option<&mut DomainLimit<'_>>,
     &[BorrowedFd<'_>],
     Instant,
 ) -> Result<Option<Result<(), String>>, VirshError>;

@@ -185,3 +185,93 @@ fn names_are_literal_and_an_unknown_one_stops_the_drain_before_it_starts() {
         assert_eq!(hosts.names(B), [" a,b "], "{output}");
     }
 }
+
+/// Lines for `domjobinfo`: at first no memory moves, then each call finds a new round.
+const ROUNDS: &str = r#"
+round=$(cat "$dir/round" 2>&1) || round=0
+echo $((round + 1)) >"$dir/round"
+printf 'time_elapsed: 100\nmemory_iteration: %s\nmemory_remaining: 4096\n' "$round"
+exit 0"#;
+
+/// Lines for `migrate` that wait until the downtime limits that were set are `limits`, then run `then`.
+fn once_set(limits: &str, then: &str) -> String {
+    let is_set = format!(r#"[ "$(cat "$dir/limits" 2>&1 | tr '\n' ' ')" = "{limits} " ]"#);
+    format!(
+        "tries=0\nuntil {is_set} || [ $tries -ge 200 ]; do sleep 0.1; tries=$((tries + 1)); done\n{then}"
+    )
+}
+
+/// Returns hosts with one domain whose migration fails or not, and that record its downtime limits in `limits`.
+fn ramped(migrate: &str) -> Hosts {
+    let hosts = Hosts::new(&[B]);
+    hosts.domain(1, "web1", "running");
+    hosts.on(HERE, "migrate", migrate);
+    hosts.on(HERE, "domjobinfo", ROUNDS);
+    let noted = r#"echo "$downtime" >>"$dir/limits""#;
+    hosts.on(HERE, "migrate-setmaxdowntime", noted);
+    hosts
+}
+
+const FAILS: &str = "echo 'error: it failed' >&2\nexit 1";
+
+#[test]
+fn the_downtime_limit_is_low_once_memory_moves_and_rises_as_rounds_need_it() {
+    let hosts = ramped(&once_set("9 300", ""));
+    let early = r#"[ "$(cat "$dir/round")" -gt 1 ] || echo early >>"$dir/limits"
+echo "$downtime" >>"$dir/limits""#;
+    hosts.on(HERE, "migrate-setmaxdowntime", early);
+    let (code, output) = hosts.hotlift(&["drain", "--to=b", "--json"]);
+    assert_eq!(code, Some(0), "{output}");
+    assert_eq!(hosts.of(B, 1, "limits"), "9\n300\n", "{output}");
+    let line = "web1 to b: downtime-limit 300 of 300 ms, raised because";
+    assert!(output.contains(line), "{output}");
+    let figures = r#""downtime_limit":{"ms":300,"most_ms":300,"reason":"raised because"#;
+    assert!(output.contains(figures), "{output}");
+}
+
+#[test]
+fn the_downtime_limit_of_a_domain_that_stays_is_restored() {
+    let hosts = ramped(&once_set("9", FAILS));
+    // The memory still moves in the first round.
+    let first = ROUNDS.replace("$((round + 1))", "1");
+    hosts.on(HERE, "domjobinfo", &first);
+    let (code, output) = hosts.hotlift(&["drain", "--to=b"]);
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains("web1 to b: stayed"), "{output}");
+    assert_eq!(hosts.of(HERE, 1, "limits"), "9\n300\n", "{output}");
+    assert_eq!(hosts.of(HERE, 1, "downtime"), "300\n", "{output}");
+}
+
+#[test]
+fn a_downtime_limit_of_another_client_stays() {
+    // The third call finds the other limit. Further ones would raise it.
+    let wait = r#"tries=0
+until [ "$(cat "$dir/round" 2>&1)" = 3 ] || [ $tries -ge 200 ]; do sleep 0.1; tries=$((tries + 1)); done
+sleep 2"#;
+    let hosts = ramped(&format!("{wait}\n{FAILS}"));
+    let other = format!(r#"[ -f "$dir/limits" ] && echo 75 >"$dir/downtime"{ROUNDS}"#);
+    hosts.on(HERE, "domjobinfo", &other);
+    let (code, output) = hosts.hotlift(&["drain", "--to=b"]);
+    assert_eq!(code, Some(1), "{output}");
+    let line = "web1 to b: downtime-limit as another client has set it";
+    assert!(output.contains(line), "{output}");
+    assert_eq!(hosts.of(HERE, 1, "limits"), "9\n", "{output}");
+    assert_eq!(hosts.of(HERE, 1, "downtime"), "75\n", "{output}");
+}
+
+#[test]
+fn the_downtime_limit_is_not_touched_without_the_ramp_or_in_postcopy() {
+    let options: [&[&str]; 2] = [&["--downtime-ramp=off"], &["--", "--postcopy"]];
+    for options in options {
+        let hosts = ramped("sleep 1");
+        let asked = r#"echo it >"$dir/asked-for-limit""#;
+        hosts.on(HERE, "migrate-getmaxdowntime", asked);
+        let line = [&["drain", "--to=b", "--json"][..], options].concat();
+        let (code, output) = hosts.hotlift(&line);
+        assert_eq!(code, Some(0), "{output}");
+        assert!(output.contains(r#""downtime_limit":null"#), "{output}");
+        for file in ["limits", "asked-for-limit", "round"] {
+            assert!(!hosts.has(B, 1, file), "{options:?}: {file}");
+        }
+    }
+}

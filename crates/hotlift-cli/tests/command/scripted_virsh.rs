@@ -15,16 +15,22 @@ use crate::hotlift::Hotlift;
 /// libvirt of the host where the command runs.
 pub const HERE: &str = "qemu:///system";
 
-/// The command line is `--quiet --connect URI COMMAND...`; a host's folder has its URI as a name.
+/// The command line is `--quiet --connect URI COMMAND...`, or several commands with `;` as one word; a host's folder has its URI as
+/// a name.
 const VIRSH: &str = r#"#!/bin/sh
 of() { printf %s "$1" | tr -c A-Za-z0-9 _; }
 hosts=$(dirname "$0")/hosts
 host=$hosts/$(of "$3")
-shift 3
 if [ ! -d "$host" ]; then
     echo "error: failed to connect to the hypervisor" >&2
     exit 1
 fi
+case $4 in
+*\;*)
+    echo "$4" | tr ';' '\n' | while read -r line; do "$0" "$1" "$2" "$3" $line; done
+    exit ;;
+esac
+shift 3
 verb=$1
 shift
 domain=
@@ -34,6 +40,7 @@ while [ $# -gt 0 ]; do
     case $1 in
     --domain) domain=$2 ;;
     --desturi) there=$hosts/$(of "$2") ;;
+    --downtime) downtime=$2 ;;
     esac
     last=$1
     shift
@@ -85,6 +92,8 @@ domstats)
 nodememstats) echo "free   :  1048576 KiB" ;;
 migrate) mv "$dir" "$there" ;;
 domjobinfo) exit 1 ;;
+migrate-getmaxdowntime) cat "$dir/downtime" ;;
+migrate-setmaxdowntime) echo "$downtime" >"$dir/downtime" ;;
 esac
 exit 0
 "#;
@@ -127,6 +136,7 @@ impl Hosts {
         }
         fs::write(folder.join("name"), format!("{name}\n")).expect("its name");
         fs::write(folder.join("state"), format!("{state}\n")).expect("its state");
+        fs::write(folder.join("downtime"), "300\n").expect("its limit");
     }
 
     /// Defines the domain with this ID here, too.
@@ -146,6 +156,11 @@ impl Hosts {
     pub fn of(&self, uri: &str, id: u32, file: &str) -> String {
         let path = self.host(uri).join(id.to_string()).join(file);
         fs::read_to_string(path).expect("a file")
+    }
+
+    /// Returns true if a domain at a host has this file.
+    pub fn has(&self, uri: &str, id: u32, file: &str) -> bool {
+        self.host(uri).join(id.to_string()).join(file).exists()
     }
 
     /// Returns the names of a host's domains.

@@ -7,7 +7,10 @@ use hotlift_testkit::process::Process;
 use rustix::process::Signal;
 
 use crate::agents::{Agent, carries, end};
-use crate::{DEADLINE, HOTLIFT, SLOW_MBITS, UNSAFE, domain, hosts, is_at, other, until};
+use crate::{
+    DEADLINE, HOTLIFT, MEDIUM_MBITS, MOST, SLOW_MBITS, UNSAFE, domain, downtime_limit, hosts,
+    is_at, is_low, other, until,
+};
 
 /// Configuration of an agent that redirects nothing.
 const BARE: &str = "redirect = false";
@@ -127,4 +130,32 @@ fn a_domain_stays_when_the_agent_is_killed_or_missing() {
     );
     is_at(&hosts, End::Source, &one);
     at_source.end();
+}
+
+#[test]
+fn the_downtime_limit_is_low_and_libvirt_restores_it_when_the_command_is_killed() {
+    let Some(hosts) = hosts() else { return };
+    let agents = agents(&hosts);
+    let one = domain(&hosts, "web1");
+    hosts.limit(SLOW_MBITS).expect("a slow link");
+    let (source, destination) = (&hosts.source, &hosts.destination);
+    let flags = ["--method=none"];
+    let command = migrate(&hosts, source, destination, &one, &flags);
+    is_low(&hosts, &one);
+    source.signal(&command, Signal::KILL).expect("it runs");
+    until("the limit is the domain's", || {
+        (downtime_limit(source, &one) == MOST).then_some(())
+    });
+    is_at(&hosts, End::Source, &one);
+    hosts.limit(MEDIUM_MBITS).expect("a faster link");
+    let flags = ["--method=none", "--downtime-limit=150", "--json"];
+    let command = migrate(&hosts, source, destination, &one, &flags);
+    let (code, output) = ended(command);
+    assert_eq!(code, Some(0), "{output}");
+    println!("{output}");
+    assert!(output.contains(r#""most_ms":150,"#), "{output}");
+    assert!(output.contains(", downtime-limit 4 of 150 ms"), "{output}");
+    is_at(&hosts, End::Destination, &one);
+    assert_eq!(downtime_limit(destination, &one), MOST);
+    end(agents);
 }

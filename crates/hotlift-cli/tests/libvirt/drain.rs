@@ -1,13 +1,19 @@
 //! Tests `hotlift drain`: the plan, its order, failures, and a repeated command.
 
-use hotlift_testkit::libvirt::{Domain, Hosts};
+use std::sync::Arc;
+
+use hotlift_testkit::libvirt::{Disk, Domain, Hosts};
 use hotlift_testkit::namespace::End;
 use hotlift_testkit::pki::Pki;
 use hotlift_testkit::process::Process;
+use hotlift_testkit::program::Program;
 use rustix::process::Signal;
 
 use crate::agents::{Agent, CONTROL};
-use crate::{DEADLINE, HOTLIFT, SLOW_MBITS, UNSAFE, domain, hosts, is_at, is_under_way, until};
+use crate::{
+    DEADLINE, HOTLIFT, MEDIUM_MBITS, MOST, SLOW_MBITS, UNSAFE, domain, downtime_limit, hosts,
+    is_at, is_low, is_under_way, until,
+};
 
 const TO: &str = "--to=qemu+tcp://b/system";
 
@@ -120,4 +126,46 @@ fn an_interrupted_drain_leaves_its_domains_running_here() {
     for one in &all {
         is_at(&hosts, End::Source, one);
     }
+}
+
+#[test]
+fn the_downtime_limit_of_a_domain_is_low_while_it_moves_and_restored_if_it_stays() {
+    let Some(hosts) = hosts() else { return };
+    let one = domain(&hosts, "web1");
+    hosts.limit(SLOW_MBITS).expect("a slow link");
+    let first = drain(&hosts, &["--parallel=0"]);
+    is_low(&hosts, &one);
+    let interrupted = hosts.source.signal(&first, Signal::INT);
+    interrupted.expect("it runs");
+    let (code, output) = ended(first);
+    assert_eq!(code, Some(130), "{output}");
+    is_at(&hosts, End::Source, &one);
+    assert_eq!(downtime_limit(&hosts.source, &one), MOST);
+    hosts.limit(MEDIUM_MBITS).expect("a faster link");
+    let (code, output) = ended(drain(&hosts, &["--parallel=0", "--json"]));
+    println!("{output}");
+    assert_eq!(code, Some(0), "{output}");
+    assert!(output.contains(r#""most_ms":300,"#), "{output}");
+    is_at(&hosts, End::Destination, &one);
+    assert_eq!(downtime_limit(&hosts.destination, &one), MOST);
+}
+
+#[test]
+fn the_downtime_limit_rises_for_a_domain_that_writes_faster_than_the_link() {
+    let Some(hosts) = hosts() else { return };
+    let program = Arc::new(Program::new(32 << 20, 8 << 20, 20_000).expect("a program"));
+    let one = hosts.domain("web1", &program, Disk::Shared);
+    let one = one.expect("a domain that runs");
+    hosts.limit(SLOW_MBITS).expect("a slow link");
+    let mut drain = drain(&hosts, &["--parallel=0"]);
+    is_low(&hosts, &one);
+    let raised = "web1 to b: downtime-limit 300 of 300 ms, raised because";
+    drain.wait_for(raised, DEADLINE).expect("it is raised");
+    assert_eq!(downtime_limit(&hosts.source, &one), MOST);
+    let interrupted = hosts.source.signal(&drain, Signal::INT);
+    interrupted.expect("it runs");
+    let (code, output) = ended(drain);
+    assert_eq!(code, Some(130), "{output}");
+    is_at(&hosts, End::Source, &one);
+    assert_eq!(downtime_limit(&hosts.source, &one), MOST);
 }

@@ -92,6 +92,26 @@ fn until_ok<T, E: std::fmt::Debug>(what: &str, mut attempt: impl FnMut() -> Resu
 /// Link rate at which the guests of these tests do not move at once, compressed or not.
 const SLOW_MBITS: u32 = 40;
 
+/// The downtime limit of a domain on a host, in milliseconds.
+fn downtime_limit(host: &Host, domain: &Domain) -> u64 {
+    let output = host.virsh(&["migrate-getmaxdowntime", &domain.name]);
+    output.expect("a limit").parse().expect("a number")
+}
+
+/// Default downtime limit, and the first limit of the ramp to it.
+const MOST: u64 = 300;
+const LOW: u64 = MOST / 32;
+
+/// Link rate at which the guests of these tests move in seconds, uncompressed.
+const MEDIUM_MBITS: u32 = 100;
+
+/// Waits until the downtime limit of a domain at the source is low.
+fn is_low(hosts: &Hosts, domain: &Domain) {
+    until("the limit is low", || {
+        (downtime_limit(&hosts.source, domain) == LOW).then_some(())
+    });
+}
+
 /// Waits until libvirt reports a running migration of a domain.
 fn is_under_way(host: &Host, domain: &Domain) {
     until("a migration is under way", || {
