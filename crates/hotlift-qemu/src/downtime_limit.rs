@@ -1,5 +1,5 @@
-//! The downtime limit of one migration: set as its ramp decides, unless another client changes it. The caller reads and sets it,
-//! over QMP or through libvirt.
+//! The downtime limit of one migration: set as its ramp decides, unless another client changes it. The caller reads and sets
+//! it, over QMP or through libvirt.
 
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,7 @@
 //! Downtime limit of a domain's QEMU during its migration by libvirt.
 //!
-//! As the memory begins to move, libvirt stores QEMU's parameters, and restores them if the migration fails, also if this process
-//! is killed. So the limit is changed only from then on.
+//! As the memory begins to move, libvirt stores QEMU's parameters, and restores them if the migration fails, even if this
+//! process is killed. So the limit is changed only from then on.
 
 use std::ffi::OsString;
 use std::time::Instant;
