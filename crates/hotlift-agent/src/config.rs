@@ -548,7 +548,7 @@ mod tests {
         ] {
             let error = of(text).expect_err(text);
             assert!(
-                error.starts_with(&format!("agent.toml line {line}: ")),
+                error.starts_with(&format!("agent.toml line {line}, ")),
                 "{text}: {error}"
             );
             assert!(error.contains(words), "{text}: {error}");

@@ -140,11 +140,11 @@ mod tests {
             (
                 r#"{"hotlift":99,"new":1}"#,
                 "the connection to the other agent failed: the other side has version 99 of the control protocol, this side \
-                 has ",
+                 has version ",
             ),
             (
                 r#"{"hot":1}"#,
-                "the connection to the other agent failed: unknown message",
+                "the connection to the other agent failed: the other side sent an unknown message",
             ),
         ] {
             let (near, mut far) = connection();

@@ -356,7 +356,8 @@ mod tests {
         for name in ["hotlift", "hotlift-agent"] {
             let error = read(json!({ name: 99, "what": "else" })).unwrap_err();
             assert!(
-                error.contains("version 99") && error.contains(&format!("this side has {VERSION}")),
+                error.contains("version 99")
+                    && error.contains(&format!("this side has version {VERSION}")),
                 "{error}"
             );
         }

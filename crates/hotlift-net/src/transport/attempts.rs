@@ -196,7 +196,7 @@ mod tests {
         let error = check_zone(&address("[fe80::1]:4444")).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "fe80::1 is a link-local address: add the interface, as in [fe80::1%eth0]"
+            "fe80::1 is a link-local address; add the interface, as in [fe80::1%eth0]"
         );
         check_zone(&address("[fe80::1%3]:4444")).unwrap();
         check_zone(&address("[2001:db8::1]:4444")).unwrap();

@@ -826,14 +826,14 @@ mod tests {
         let error = Address::of_peer("tcp:192.0.2.2:0").unwrap_err();
         assert_eq!(
             error.to_string(),
-            "cannot connect to port 0 ('tcp:192.0.2.2:0'): give the port on which the peer listens"
+            "cannot connect to port 0 ('tcp:192.0.2.2:0'); give the port on which the peer listens"
         );
         assert!(Address::of_peer("tcp:192.0.2.2:1").is_ok());
         assert!(Address::of_peer("unix:/run/s").is_ok());
         let error = "tcp:[fe80::1]:4444".parse::<Address>().unwrap_err();
         assert_eq!(
             error.to_string(),
-            "'fe80::1' is a link-local address, which needs an interface: add it, as in tcp:[fe80::1%eth0]:PORT"
+            "'fe80::1' is a link-local address, which needs an interface; add it, as in tcp:[fe80::1%eth0]:PORT"
         );
         assert!("tcp:[fe80::1%eth0]:4444".parse::<Address>().is_ok());
     }

@@ -203,7 +203,7 @@ fn the_check_finds_every_cause_for_which_a_handshake_fails() {
         ),
         (
             folder("root.crt", &["middle.crt", "leaf.crt"], ""),
-            "is that of a CA (CN=middle): put the certificate of the host first",
+            "is that of a CA (CN=middle); put the certificate of the host first",
             "",
         ),
         (

@@ -373,7 +373,7 @@ fn a_missing_file_of_a_folder_is_named() {
     );
     assert_contains(
         &failure(server),
-        &["server-cert.pem is missing: a TLS server needs it"],
+        &["server-cert.pem is missing; a TLS server needs it"],
     );
     fs::copy(
         pki.host(&["c"]).join("client-key.pem"),
