@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::namespace::{End, Message};
 use crate::process::{Output, Stream};
-use crate::proxy::{Ending, Turns};
+use crate::proxy::{EndMapping, Ending};
 use crate::qemu::Release;
 
 /// Default time for which a source in doubt queries the outcome of its migration (`settle-timeout`).
@@ -119,7 +119,7 @@ pub struct Net {
     /// Value of the kernel setting `net.ipv4.tcp_orphan_retries` on both hosts.
     pub orphan_retries: u8,
     /// The proxy before the destination, with its handling of connection ends; `None` without a proxy.
-    pub proxy: Option<Turns>,
+    pub proxy: Option<EndMapping>,
     /// Rate of the link from the switchover on, in kbit/s. A low rate makes the handover slower. `None` without a
     /// limit.
     pub slow: Option<u32>,
@@ -561,8 +561,12 @@ impl Case {
             net.slow = Some(*rng.choice(&[4000, 8000, 16_000, 32_000]).unwrap_or(&8000));
         }
         if rng.u8(0..3) == 0 {
-            let turns = [Turns::AsIs, Turns::AllToFin, Turns::AllToReset];
-            net.proxy = rng.choice(&turns).copied();
+            let mappings = [
+                EndMapping::AsIs,
+                EndMapping::AllToFin,
+                EndMapping::AllToReset,
+            ];
+            net.proxy = rng.choice(&mappings).copied();
         }
         let count = weighted(&mut rng, &[(80, 1), (20, 2)]);
         let mut faults: Vec<Fault> = Vec::new();
@@ -581,7 +585,7 @@ impl Case {
         let needs_proxy =
             |fault: &Fault| matches!(fault.kind, Kind::Cut { .. } | Kind::Delay { .. });
         if faults.iter().any(needs_proxy) {
-            net.proxy.get_or_insert(Turns::AsIs);
+            net.proxy.get_or_insert(EndMapping::AsIs);
         }
         // An encrypted message cannot be recognised, so it cannot be dropped selectively.
         let is_lost = |fault: &Fault| matches!(fault.moment, Moment::Lost(_));

@@ -6,7 +6,7 @@ use rustix::process::Signal;
 
 use crate::case::{Asking, Case, Fault, Kind, Moment, Pair, Party, PowerChange, SETTLE};
 use crate::error::KitError;
-use crate::machine::{Look, Machine};
+use crate::machine::{GuestState, Machine};
 use crate::namespace::{End, Message};
 use crate::process::{Output, Process};
 use crate::qemu::PATIENCE;
@@ -24,13 +24,13 @@ const GRACE: Duration = Duration::from_secs(12);
 
 /// Timeout for the destination's side that replaces [`GRACE`] if the guest runs at the source or is off. No source
 /// connects again in these cases.
-const STAYED: Duration = Duration::from_secs(2);
+const GRACE_IF_STAYED: Duration = Duration::from_secs(2);
 
 /// Timeout for a command to end after SIGINT.
 const ASKED: Duration = Duration::from_secs(30);
 
 /// Time after which a process that reported an error is assumed to continue with its guest paused.
-const STAYS: Duration = Duration::from_secs(5);
+const FAILED_SOURCE_STAYS_AFTER: Duration = Duration::from_secs(5);
 
 /// Time for which an output stays full.
 const FULL: Duration = Duration::from_secs(15);
@@ -58,9 +58,9 @@ pub struct Seen {
     /// Names of the processes that had to be killed at the end.
     pub did_not_end: Vec<&'static str>,
     /// State of the guest at the source.
-    pub here: Look,
+    pub here: GuestState,
     /// State of the guest at the destination.
-    pub there: Look,
+    pub there: GuestState,
     /// Exit code of the source's side; `None` if unknown.
     pub source_exit: Option<i32>,
     /// Exit code of the destination's command; `None` if unknown.
@@ -161,35 +161,35 @@ impl Drive<'_> {
 
     /// Records whether both guests run at once, and returns the states of source and destination. Polls the destination
     /// first: a guest that arrives between the polls is then seen only once.
-    fn watch(&mut self) -> (Look, Look) {
-        let there = self.rig.there.look();
-        if there == Look::Running {
+    fn watch(&mut self) -> (GuestState, GuestState) {
+        let there = self.rig.there.guest_state();
+        if there == GuestState::Running {
             self.arrived.get_or_insert_with(Instant::now);
         }
         let here = self.here();
-        self.both |= there == Look::Running && here == Look::Running;
+        self.both |= there == GuestState::Running && here == GuestState::Running;
         (here, there)
     }
 
     /// Returns the state of the guest at the source. For a guest without a monitor, derives the state from its output.
-    fn here(&mut self) -> Look {
+    fn here(&mut self) -> GuestState {
         if !self.case.pair.is_unmonitored() {
-            return self.rig.here.look();
+            return self.rig.here.guest_state();
         }
         let ended = self.rig.here.has_ended();
         let goes_on = |machine: &mut Machine| {
             let process = machine.process();
             process.is_some_and(|process| {
                 if ended {
-                    process.hear_out();
+                    process.read_last_output();
                 }
-                process.has_said("the guest runs here again")
+                process.has_printed("the guest runs here again")
             })
         };
         match goes_on(&mut self.rig.here) {
-            true => Look::Running,
-            false if ended => Look::Ended,
-            false => Look::Silent,
+            true => GuestState::Running,
+            false if ended => GuestState::Ended,
+            false => GuestState::Silent,
         }
     }
 
@@ -265,19 +265,22 @@ impl Drive<'_> {
             }
             | Pair::Agents { .. } => is_final(&mut self.rig.here),
             Pair::BuiltIn { .. } => {
-                let printed = self.rig.here.said();
+                let printed = self.rig.here.output_lines();
                 if printed.iter().any(|line| line.starts_with("hotlift: ")) {
                     self.failed.get_or_insert_with(Instant::now);
                 }
                 self.rig.here.has_ended()
-                    || self.failed.is_some_and(|since| since.elapsed() >= STAYS)
+                    || self
+                        .failed
+                        .is_some_and(|since| since.elapsed() >= FAILED_SOURCE_STAYS_AFTER)
             }
             Pair::Steered { .. } => ended(&mut self.rig.source_command),
             Pair::Relays { .. } => {
                 // The source's relay must have ended. The migration of its QEMU must also have ended, unless the QEMU
                 // hangs.
                 ended(&mut self.rig.source_command)
-                    && (is_final(&mut self.rig.here) || self.rig.here.look() == Look::Silent)
+                    && (is_final(&mut self.rig.here)
+                        || self.rig.here.guest_state() == GuestState::Silent)
             }
         }
     }
@@ -422,8 +425,9 @@ impl Drive<'_> {
             self.full_since = None;
             let (here, there) = self.watch();
             // A guest without a monitor may run without showing it.
-            let is_still = |look: &Look| matches!(look, Look::Paused(_) | Look::Ended);
-            let none = is_still(&here) && (is_still(&there) || there == Look::Waiting);
+            let is_still =
+                |state: &GuestState| matches!(state, GuestState::Paused(_) | GuestState::Ended);
+            let none = is_still(&here) && (is_still(&there) || there == GuestState::Waiting);
             self.none_while_full = self.undone.is_empty() && none;
             self.read_on();
         }
@@ -450,11 +454,11 @@ impl Drive<'_> {
             self.rig.link.stop_losing()?;
         }
         let over = Instant::now();
-        let mut looks;
+        let mut states;
         loop {
-            looks = self.watch();
+            states = self.watch();
             self.read_on_in_time();
-            let one = (looks.0 == Look::Running) != (looks.1 == Look::Running);
+            let one = (states.0 == GuestState::Running) != (states.1 == GuestState::Running);
             let command = self.rig.destination_command.as_mut();
             // An agent keeps running after a migration.
             let ended = matches!(self.case.pair, Pair::Agents { .. })
@@ -463,9 +467,9 @@ impl Drive<'_> {
                 break;
             }
             let is_off = |kind: &Kind| kind.powers_off();
-            let stays =
-                looks.0 == Look::Running || ended && self.case.happened(&self.fired).any(is_off);
-            if stays && over.elapsed() >= STAYED {
+            let stays = states.0 == GuestState::Running
+                || ended && self.case.happened(&self.fired).any(is_off);
+            if stays && over.elapsed() >= GRACE_IF_STAYED {
                 break;
             }
             std::thread::sleep(TICK * 10);
@@ -489,19 +493,19 @@ impl Drive<'_> {
                     process.signal(Signal::KILL);
                 }
             }
-            process.hear_out();
+            process.read_last_output();
         }
-        looks = self.watch();
+        states = self.watch();
         // A monitor may answer late on a busy host.
         let has_monitor = !self.case.pair.is_unmonitored();
         let looked = Instant::now();
         while looked.elapsed() < PATIENCE
-            && (looks.1 == Look::Silent || (has_monitor && looks.0 == Look::Silent))
+            && (states.1 == GuestState::Silent || (has_monitor && states.0 == GuestState::Silent))
         {
             std::thread::sleep(TICK * 10);
-            looks = self.watch();
+            states = self.watch();
         }
-        let source_exit = self.source_exit(&looks.0);
+        let source_exit = self.source_exit(&states.0);
         let plaintext = match self.case.pair {
             Pair::Agents { .. } => self.rig.link.plaintext()?,
             _ => 0,
@@ -518,14 +522,14 @@ impl Drive<'_> {
             did_not_end,
             source_exit,
             destination_exit: command.and_then(Process::exit_code),
-            here: looks.0,
-            there: looks.1,
+            here: states.0,
+            there: states.1,
         })
     }
 
     /// Returns the exit code of the source's side; `None` if unknown. A guest whose process keeps running has no exit
     /// code, so its migration status is converted.
-    fn source_exit(&mut self, here: &Look) -> Option<i32> {
+    fn source_exit(&mut self, here: &GuestState) -> Option<i32> {
         match self.case.pair {
             Pair::BuiltIn {
                 monitored: true, ..
@@ -537,8 +541,8 @@ impl Drive<'_> {
                     "cancelled" => Some(130),
                     // A guest that is powered off does not continue.
                     "failed"
-                        if *here == Look::Running
-                            || *here == Look::Paused("shutdown".to_owned()) =>
+                        if *here == GuestState::Running
+                            || *here == GuestState::Paused("shutdown".to_owned()) =>
                     {
                         Some(1)
                     }

@@ -20,15 +20,15 @@ pub enum KitError {
         source: io::Error,
     },
     /// A system tool failed, such as `ip` or `nft`.
-    #[error("'{command}' failed: {said}")]
+    #[error("'{command}' failed: {output}")]
     Tool {
         /// Command line of the tool.
         command: String,
         /// Standard error of the tool.
-        said: String,
+        output: String,
     },
     /// A process did not print or do what was expected within the timeout.
-    #[error("{process} has not {what} within {waited:?}; its output: {said}")]
+    #[error("{process} has not {what} within {waited:?}; its output: {output}")]
     Late {
         /// Name of the process.
         process: String,
@@ -37,7 +37,7 @@ pub enum KitError {
         /// Timeout of the wait.
         waited: Duration,
         /// Last output lines of the process.
-        said: String,
+        output: String,
     },
     /// A QMP connection or command failed.
     #[error("QMP: {0}")]

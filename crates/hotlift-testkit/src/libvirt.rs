@@ -79,7 +79,7 @@ impl Host {
         if word.trim() != "stands" {
             return Err(KitError::Tool {
                 command: "scripts/libvirt-host".to_owned(),
-                said: "it prints the reason on standard error".to_owned(),
+                output: "it prints the reason on standard error".to_owned(),
             });
         }
         let init = child_of(Pid::from_child(&holder))?;
@@ -139,7 +139,7 @@ impl Host {
         if !run.status.success() {
             return Err(KitError::Tool {
                 command: format!("{program} {}", arguments.join(" ")),
-                said: String::from_utf8_lossy(&run.stderr).trim().to_owned(),
+                output: String::from_utf8_lossy(&run.stderr).trim().to_owned(),
             });
         }
         Ok(String::from_utf8_lossy(&run.stdout).trim().to_owned())
@@ -254,7 +254,7 @@ fn child_of(parent: Pid) -> Result<Pid, KitError> {
                 process: format!("process {pid}"),
                 what: "started".to_owned(),
                 waited: PATIENCE,
-                said: String::new(),
+                output: String::new(),
             });
         }
         std::thread::sleep(POLL_INTERVAL);
@@ -329,7 +329,7 @@ impl Hosts {
         if !made.status.success() {
             return Err(KitError::Tool {
                 command: format!("ip {}", pair.join(" ")),
-                said: String::from_utf8_lossy(&made.stderr).trim().to_owned(),
+                output: String::from_utf8_lossy(&made.stderr).trim().to_owned(),
             });
         }
         for (host, number) in [(&this.source, 1), (&this.destination, 2)] {
@@ -438,7 +438,7 @@ impl Hosts {
                     process: name.to_owned(),
                     what: "counted".to_owned(),
                     waited: PATIENCE,
-                    said: String::new(),
+                    output: String::new(),
                 });
             }
             std::thread::sleep(POLL_INTERVAL);

@@ -16,7 +16,7 @@ use crate::process::{Process, Stream};
 use crate::program::Program;
 use crate::qemu::{self, PATIENCE};
 
-/// Timeout for a query of a guest's state. Without an answer the state is [`Look::Silent`], and the query is repeated.
+/// Timeout for a query of a guest's state. Without an answer the state is [`GuestState::Silent`], and the query is repeated.
 const GLANCE: Duration = Duration::from_millis(300);
 
 /// Migration capabilities and parameters of a QEMU, as QMP reports them.
@@ -24,7 +24,7 @@ pub type Settings = (Vec<(String, bool)>, Map<String, Value>);
 
 /// State of a guest, as observed by the test.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Look {
+pub enum GuestState {
     /// The guest's vCPUs run.
     Running,
     /// The guest's vCPUs are paused; the string is QEMU's run state.
@@ -37,7 +37,7 @@ pub enum Look {
     Ended,
 }
 
-impl Look {
+impl GuestState {
     /// Returns a one-word name of the state. For a paused guest, the name is QEMU's run state.
     #[must_use]
     pub fn name(&self) -> &str {
@@ -116,13 +116,13 @@ impl Machine {
     /// Waits until the guest program runs. The memory cannot be proven while the firmware runs.
     fn wait_for_guest(&self, console: &Path) -> Result<(), KitError> {
         let deadline = Instant::now() + PATIENCE;
-        while !fs::read_to_string(console).is_ok_and(|said| said.contains("writes=")) {
+        while !fs::read_to_string(console).is_ok_and(|output| output.contains("writes=")) {
             if Instant::now() >= deadline {
                 return Err(KitError::Late {
                     process: "the guest".to_owned(),
                     what: "counted".to_owned(),
                     waited: PATIENCE,
-                    said: self.said().join(" | "),
+                    output: self.output_lines().join(" | "),
                 });
             }
             std::thread::sleep(Duration::from_millis(5));
@@ -165,11 +165,11 @@ impl Machine {
         if this.socket.is_some()
             && let Err(error) = this.connect(PATIENCE)
         {
-            let said = this.said().join(" | ");
-            return Err(match said.is_empty() {
+            let output = this.output_lines().join(" | ");
+            return Err(match output.is_empty() {
                 true => error,
                 false => KitError::Memory {
-                    problem: format!("it does not start: {said}"),
+                    problem: format!("it does not start: {output}"),
                 },
             });
         }
@@ -186,7 +186,7 @@ impl Machine {
     }
 
     /// Sends a query over QMP, and connects first if needed. `None` without an answer.
-    fn ask<T>(&mut self, what: impl FnOnce(&mut Qemu) -> Result<T, QmpError>) -> Option<T> {
+    fn try_qmp<T>(&mut self, what: impl FnOnce(&mut Qemu) -> Result<T, QmpError>) -> Option<T> {
         if self.qmp.is_none() {
             self.socket.as_ref().filter(|socket| socket.exists())?;
             self.connect(GLANCE).ok()?;
@@ -202,7 +202,7 @@ impl Machine {
     ///
     /// # Errors
     /// The error of QMP; also if the guest has no monitor.
-    pub fn tell<T>(
+    pub fn with_qmp<T>(
         &mut self,
         what: impl FnOnce(&mut Qemu) -> Result<T, QmpError>,
     ) -> Result<T, KitError> {
@@ -240,24 +240,24 @@ impl Machine {
     }
 
     /// Returns the state of the guest.
-    pub fn look(&mut self) -> Look {
+    pub fn guest_state(&mut self) -> GuestState {
         if self.has_ended() {
-            return Look::Ended;
+            return GuestState::Ended;
         }
         if self.socket.is_none() {
-            return Look::Silent;
+            return GuestState::Silent;
         }
-        match self.ask(Qemu::query_status) {
-            None => Look::Silent,
-            Some(state) if state.running => Look::Running,
-            Some(state) if state.status == "inmigrate" => Look::Waiting,
-            Some(state) => Look::Paused(state.status),
+        match self.try_qmp(Qemu::query_status) {
+            None => GuestState::Silent,
+            Some(state) if state.running => GuestState::Running,
+            Some(state) if state.status == "inmigrate" => GuestState::Waiting,
+            Some(state) => GuestState::Paused(state.status),
         }
     }
 
     /// Returns the guest's migration status; `None` without an answer.
     pub fn migration(&mut self) -> Option<MigrationInfo> {
-        self.ask(Qemu::query_migrate)
+        self.try_qmp(Qemu::query_migrate)
     }
 
     /// Returns true if an event has reported that the guest stopped.
@@ -270,7 +270,7 @@ impl Machine {
             }
             Ok(false)
         };
-        self.ask(stop).unwrap_or(false)
+        self.try_qmp(stop).unwrap_or(false)
     }
 
     /// Starts the migration of the guest to `uri`.
@@ -278,7 +278,7 @@ impl Machine {
     /// # Errors
     /// If the guest's process rejects the command.
     pub fn migrate(&mut self, uri: &str) -> Result<(), KitError> {
-        self.tell(|qmp| qmp.migrate(uri))
+        self.with_qmp(|qmp| qmp.migrate(uri))
     }
 
     /// Continues the migration that is paused in `pre-switchover`.
@@ -287,21 +287,21 @@ impl Machine {
     /// If the guest's process rejects the command.
     pub fn proceed(&mut self) -> Result<(), KitError> {
         let arguments = json!({ "state": "pre-switchover" });
-        self.tell(|qmp| qmp.client().execute("migrate-continue", &arguments))
+        self.with_qmp(|qmp| qmp.client().execute("migrate-continue", &arguments))
             .map(drop)
     }
 
     /// Sends the command `migrate_cancel`, and ignores the result.
     pub fn cancel(&mut self) {
-        let _ = self.ask(Qemu::migrate_cancel);
+        let _ = self.try_qmp(Qemu::migrate_cancel);
     }
 
     /// Resets the guest if it runs. Returns false if it does not run.
     pub fn reset(&mut self) -> bool {
-        if self.look() != Look::Running {
+        if self.guest_state() != GuestState::Running {
             return false;
         }
-        let reset = self.tell(|qmp| qmp.client().execute("system_reset", &json!({})));
+        let reset = self.with_qmp(|qmp| qmp.client().execute("system_reset", &json!({})));
         // With `-no-reboot`, QEMU may end before it answers.
         !matches!(reset, Err(KitError::Qmp(QmpError::Command { .. })))
     }
@@ -316,7 +316,7 @@ impl Machine {
     /// # Errors
     /// The error of QMP; also if the guest has no monitor.
     pub fn settings(&mut self) -> Result<Settings, KitError> {
-        self.tell(|qmp| Ok((qmp.query_capabilities()?, qmp.query_parameters()?)))
+        self.with_qmp(|qmp| Ok((qmp.query_capabilities()?, qmp.query_parameters()?)))
     }
 
     /// Resumes a paused guest.
@@ -324,7 +324,7 @@ impl Machine {
     /// # Errors
     /// If the guest's process rejects the command.
     pub fn resume(&mut self) -> Result<(), KitError> {
-        self.tell(|qmp| {
+        self.with_qmp(|qmp| {
             // The built-in guest requires both commands, in this order.
             qmp.stop()?;
             qmp.cont()
@@ -341,7 +341,7 @@ impl Machine {
                 let (program, file) = (Arc::clone(program), ram.clone());
                 let deadline = Instant::now() + PATIENCE;
                 loop {
-                    let registers = self.tell(|qmp| {
+                    let registers = self.with_qmp(|qmp| {
                         qmp.stop()?;
                         let line = json!({ "command-line": "info registers" });
                         qmp.client().execute("human-monitor-command", &line)
@@ -361,39 +361,45 @@ impl Machine {
                         });
                     }
                     // The guest is still in its firmware, or between the stores of a write.
-                    self.tell(Qemu::cont)?;
+                    self.with_qmp(Qemu::cont)?;
                     std::thread::sleep(Duration::from_millis(20));
                 }
             }
             Proof::AtEnd => {
-                self.tell(Qemu::quit)?;
+                self.with_qmp(Qemu::quit)?;
                 let Some(process) = &mut self.process else {
                     return Ok(());
                 };
                 // The output of the process may be closed, so only the exit code is used.
                 let status = process.wait(PATIENCE)?;
-                process.hear_out();
+                process.read_last_output();
                 self.well(status.success())
             }
-            Proof::Said => self.well(self.said().iter().any(|line| line.contains("none lost"))),
+            Proof::Said => self.well(
+                self.output_lines()
+                    .iter()
+                    .any(|line| line.contains("none lost")),
+            ),
         }
     }
 
     /// Returns an error with the last output lines of the process unless `is_well` is true.
     fn well(&self, is_well: bool) -> Result<(), KitError> {
-        let said = self.said();
+        let lines = self.output_lines();
         match is_well {
             true => Ok(()),
             false => Err(KitError::Memory {
-                problem: said[said.len().saturating_sub(3)..].join(" | "),
+                problem: lines[lines.len().saturating_sub(3)..].join(" | "),
             }),
         }
     }
 
     /// Returns the output lines of the guest's process.
     #[must_use]
-    pub fn said(&self) -> Vec<String> {
-        self.process.as_ref().map_or(Vec::new(), Process::said)
+    pub fn output_lines(&self) -> Vec<String> {
+        self.process
+            .as_ref()
+            .map_or(Vec::new(), Process::output_lines)
     }
 
     /// Returns the guest's process; `None` if another process has started it.
@@ -415,7 +421,7 @@ impl Machine {
     pub fn end(&mut self) -> bool {
         let deadline = Instant::now() + Duration::from_secs(20);
         match self.socket {
-            Some(_) => drop(self.ask(Qemu::quit)),
+            Some(_) => drop(self.try_qmp(Qemu::quit)),
             // The guest has no monitor.
             None => self.signal(Signal::KILL),
         }
@@ -510,13 +516,13 @@ mod tests {
             let path = folder.path();
             let line = qemu_line(&release, &guest, path, &[]).unwrap();
             let mut machine = Machine::qemu(None, &line, &guest, path, false, path).unwrap();
-            machine.tell(Qemu::stop).unwrap();
+            machine.with_qmp(Qemu::stop).unwrap();
             for &page in &pages {
                 guest.interrupt(&path.join("ram"), page, stores).unwrap();
             }
             let reset = |qmp: &mut Qemu| qmp.client().execute("system_reset", &json!({}));
-            machine.tell(reset).unwrap();
-            machine.tell(Qemu::cont).unwrap();
+            machine.with_qmp(reset).unwrap();
+            machine.with_qmp(Qemu::cont).unwrap();
             machine.note_reset();
             let proven = machine.prove();
             let what = format!("{pages:?}, {stores} stores: {proven:?}");

@@ -49,7 +49,7 @@ impl Namespace {
         if !stands {
             return Err(KitError::Tool {
                 command: "unshare --net".to_owned(),
-                said: "no namespace can be made; that needs root".to_owned(),
+                output: "no namespace can be made; that needs root".to_owned(),
             });
         }
         let this = Self(opened.map_err(KitError::system("open a network namespace"))?);
@@ -125,7 +125,7 @@ impl Namespace {
         if !output.status.success() {
             return Err(KitError::Tool {
                 command: format!("{program} {}", arguments.join(" ")),
-                said: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+                output: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
             });
         }
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
@@ -288,7 +288,7 @@ impl Link {
         let count = packets.and_then(|count| count.parse().ok());
         count.ok_or_else(|| KitError::Tool {
             command: "nft list counter".to_owned(),
-            said: printed.clone(),
+            output: printed.clone(),
         })
     }
 

@@ -124,14 +124,14 @@ impl Process {
 
     /// Returns the lines of standard output and standard error so far.
     #[must_use]
-    pub fn said(&self) -> Vec<String> {
+    pub fn output_lines(&self) -> Vec<String> {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         lines.clone()
     }
 
     /// Returns true if an output line so far contains `words`.
     #[must_use]
-    pub fn has_said(&self, words: &str) -> bool {
+    pub fn has_printed(&self, words: &str) -> bool {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         lines.iter().any(|line| line.contains(words))
     }
@@ -142,11 +142,11 @@ impl Process {
     /// If the process ends first, or `timeout` expires.
     pub fn wait_for(&mut self, words: &str, timeout: Duration) -> Result<(), KitError> {
         let deadline = Instant::now() + timeout;
-        while !self.has_said(words) {
+        while !self.has_printed(words) {
             if self.ended().is_some() || Instant::now() >= deadline {
                 // The last output may still be in the pipe.
                 std::thread::sleep(POLL_INTERVAL * 4);
-                if self.has_said(words) {
+                if self.has_printed(words) {
                     break;
                 }
                 return Err(self.late(&format!("said '{words}'"), timeout));
@@ -191,7 +191,7 @@ impl Process {
     }
 
     /// Waits briefly until the outputs end, because the last output may still be in the pipe.
-    pub fn hear_out(&self) {
+    pub fn read_last_output(&self) {
         let deadline = Instant::now() + Duration::from_secs(1);
         let reads = |pump: &Pump| {
             pump.state.load(Ordering::SeqCst) == READING
@@ -235,12 +235,12 @@ impl Process {
     }
 
     fn late(&self, what: &str, waited: Duration) -> KitError {
-        let said = self.said();
+        let lines = self.output_lines();
         KitError::Late {
             process: self.name.clone(),
             what: what.to_owned(),
             waited,
-            said: said[said.len().saturating_sub(5)..].join(" | "),
+            output: lines[lines.len().saturating_sub(5)..].join(" | "),
         }
     }
 }

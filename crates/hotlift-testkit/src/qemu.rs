@@ -316,7 +316,7 @@ impl Launched {
             process: "QEMU".to_owned(),
             what: "answered over QMP".to_owned(),
             waited: PATIENCE,
-            said: format!("{error}: {}", self.process.said().join(" | ")),
+            output: format!("{error}: {}", self.process.output_lines().join(" | ")),
         })
     }
 

@@ -108,9 +108,9 @@ impl Rig {
         }
         let link = Link::new(case.net.mtu, case.net.orphan_retries)?;
         let mut proxies = Vec::new();
-        if let Some(turns) = case.net.proxy {
+        if let Some(end_mapping) = case.net.proxy {
             for port in [PORT, DATA_PORT] {
-                proxies.push(Proxy::tcp(&link.destination, port, turns)?);
+                proxies.push(Proxy::tcp(&link.destination, port, end_mapping)?);
             }
         }
         let host = match case.net.proxy {
@@ -450,12 +450,12 @@ impl Builder<'_> {
             "max-bandwidth": 64 << 20,
             "downtime-limit": DOWNTIME,
         });
-        here.tell(|qmp| {
+        here.with_qmp(|qmp| {
             qmp.set_capabilities(&capabilities)?;
             qmp.set_parameters(&parameters)
         })?;
         let incoming = format!("unix:{}", self.path("there/incoming"));
-        there.tell(|qmp| {
+        there.with_qmp(|qmp| {
             qmp.set_capabilities(&capabilities[..1])?;
             qmp.set_parameters(&json!({ "multifd-channels": 2 }))?;
             qmp.migrate_incoming(&incoming, true)
@@ -535,13 +535,13 @@ impl Builder<'_> {
         let mut there = self.qemu(Some(&link.destination), to, "there", true)?;
         let capabilities = [("return-path", true), ("multifd", channels > 0)];
         let multifd = json!({ "multifd-channels": channels.max(1) });
-        here.tell(|qmp| {
+        here.with_qmp(|qmp| {
             qmp.set_capabilities(&capabilities)?;
             qmp.set_parameters(&multifd)?;
             qmp.set_parameters(&json!({ "max-bandwidth": 64 << 20, "downtime-limit": DOWNTIME }))
         })?;
         let incoming = format!("tcp:{DESTINATION}:{MIGRATION_PORT}");
-        there.tell(|qmp| {
+        there.with_qmp(|qmp| {
             qmp.set_capabilities(&capabilities)?;
             qmp.set_parameters(&multifd)?;
             qmp.migrate_incoming(&incoming, true)
@@ -565,7 +565,7 @@ impl Builder<'_> {
             Kind::CapabilityOn { at, name } if at == end => Some(name.name()),
             _ => None,
         });
-        let mut on = |name| machine.tell(|qmp| qmp.set_capabilities(&[(name, true)]));
+        let mut on = |name| machine.with_qmp(|qmp| qmp.set_capabilities(&[(name, true)]));
         name.is_some_and(|name| on(name).is_ok())
     }
 

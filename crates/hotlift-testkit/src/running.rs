@@ -18,7 +18,7 @@ const COLUMNS: &str = "300";
 pub struct Running {
     child: Child,
     lines: Receiver<String>,
-    said: Vec<String>,
+    output: Vec<String>,
 }
 
 impl Running {
@@ -56,7 +56,7 @@ impl Running {
         Self {
             child,
             lines,
-            said: Vec::new(),
+            output: Vec::new(),
         }
     }
 
@@ -89,10 +89,10 @@ impl Running {
             let line = self.lines.recv_timeout(left).unwrap_or_else(|_| {
                 panic!(
                     "never printed {words:?}; its output:\n{}",
-                    self.said.join("\n")
+                    self.output.join("\n")
                 );
             });
-            self.said.push(line.clone());
+            self.output.push(line.clone());
             if line.contains(words) {
                 return line;
             }
@@ -105,7 +105,7 @@ impl Running {
     /// If the program does not end within the timeout.
     pub fn wait(mut self) -> (ExitStatus, Vec<String>) {
         let deadline = Instant::now() + DEADLINE;
-        let mut output = std::mem::take(&mut self.said);
+        let mut output = std::mem::take(&mut self.output);
         loop {
             // The outputs end with the process, or with its last child.
             let left = deadline.saturating_duration_since(Instant::now());

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::case::{Case, Kind, Pair, Party, PowerChange, SETTLE};
 use crate::drive::{Seen, drive};
 use crate::error::KitError;
-use crate::machine::Look;
+use crate::machine::GuestState;
 use crate::namespace::End;
 use crate::rig::{Rig, Tools};
 
@@ -275,7 +275,10 @@ impl Record {
     /// Determines where the guest is, and checks that this outcome is permitted.
     fn weigh(&mut self, seen: &Seen, rig: &mut Rig) {
         self.weigh_run(seen);
-        self.outcome = match (seen.here == Look::Running, seen.there == Look::Running) {
+        self.outcome = match (
+            seen.here == GuestState::Running,
+            seen.there == GuestState::Running,
+        ) {
             (true, true) => Outcome::Wrong,
             (false, true) => self.proven(Outcome::Moved, rig),
             (true, false) => self.proven(Outcome::Stayed, rig),
@@ -286,7 +289,7 @@ impl Record {
 
     /// Notes problems that are independent of the guest's final location.
     fn weigh_run(&mut self, seen: &Seen) {
-        let runs = |look: &Look| *look == Look::Running;
+        let runs = |state: &GuestState| *state == GuestState::Running;
         if seen.both || (runs(&seen.here) && runs(&seen.there)) {
             self.note(Wrong::TwoGuests, "both sides have run the guest");
         }
@@ -335,7 +338,7 @@ impl Record {
         match seen.source_exit {
             // A guest whose process was ended over its monitor reports no migration.
             None if at_its_end || seen.hangs || !seen.is_ready => {}
-            None if seen.here == Look::Silent => {}
+            None if seen.here == GuestState::Silent => {}
             Some(code) if explained.contains(&code) => {}
             code => self.note(
                 Wrong::Exit,
@@ -372,9 +375,9 @@ impl Record {
         let is_bare_and_killed = self.case.pair.is_steered_by_others()
             && commands.into_iter().any(|one| self.killed(one));
         // The run state of a guest that has powered off is migrated.
-        let is_off = seen.there == Look::Paused("shutdown".to_owned());
+        let is_off = seen.there == GuestState::Paused("shutdown".to_owned());
         seen.arrived
-            || seen.there == Look::Silent
+            || seen.there == GuestState::Silent
             || is_bare_and_killed
             || self.was_bypassed(seen)
             || (self.has_powered_off() && is_off)
@@ -388,7 +391,7 @@ impl Record {
     fn was_bypassed(&self, seen: &Seen) -> bool {
         let is_bypass =
             |kind: &Kind| matches!(kind, Kind::Foreign { rules } if rules.bypass_redirect());
-        seen.there == Look::Ended && self.faults().any(is_bypass)
+        seen.there == GuestState::Ended && self.faults().any(is_bypass)
     }
 
     /// Proves the memory of the guest, which runs on one side. Returns the outcome, or [`Outcome::Wrong`] if the proof
@@ -418,7 +421,7 @@ impl Record {
 
     /// Determines why the guest runs on no side.
     fn absent(&self, seen: &Seen) -> Absent {
-        if seen.here == Look::Silent && matches!(self.case.pair, Pair::BuiltIn { .. }) {
+        if seen.here == GuestState::Silent && matches!(self.case.pair, Pair::BuiltIn { .. }) {
             return Absent::Waits;
         }
         if self.has_powered_off() {
@@ -427,7 +430,7 @@ impl Record {
         let ended = [Party::SourceGuest, Party::DestinationGuest]
             .into_iter()
             .any(|party| self.may_have_ended(party));
-        let is_paused = matches!(seen.here, Look::Paused(_));
+        let is_paused = matches!(seen.here, GuestState::Paused(_));
         let commands = [Party::SourceCommand, Party::DestinationCommand];
         let command_killed = commands.into_iter().any(|party| self.killed(party));
         let is_bare = self.case.pair.is_steered_by_others();
@@ -442,7 +445,7 @@ impl Record {
             return Absent::Ended;
         }
         match seen.here {
-            Look::Silent => Absent::Silent,
+            GuestState::Silent => Absent::Silent,
             _ => Absent::Lost,
         }
     }
@@ -484,7 +487,7 @@ impl Record {
         // The command reports which cleanup failed because of a silent QMP socket.
         let is_told = rig
             .process(Party::SourceCommand)
-            .is_some_and(|process| process.has_said("cannot restore the migration settings"));
+            .is_some_and(|process| process.has_printed("cannot restore the migration settings"));
         if let Some(before) = rig.settings.take()
             && !self.killed(Party::SourceCommand)
             && !(is_told && self.has_stalled(End::Source))
@@ -583,7 +586,7 @@ fn words(rig: &mut Rig) -> Vec<String> {
         let Some(process) = rig.process(party) else {
             continue;
         };
-        let printed = process.said();
+        let printed = process.output_lines();
         let worth = printed
             .iter()
             .filter(|line| !line.contains("host doesn't support requested feature"));
@@ -626,12 +629,12 @@ mod tests {
     }
 
     /// Returns observations with these final states of both guests, and exit codes of both commands.
-    fn seen(here: Look, there: Look, source_exit: i32, destination_exit: i32) -> Seen {
+    fn seen(here: GuestState, there: GuestState, source_exit: i32, destination_exit: i32) -> Seen {
         Seen {
             fired: vec![true],
             is_ready: true,
             both: false,
-            arrived: there == Look::Running,
+            arrived: there == GuestState::Running,
             plaintext: 0,
             none_while_full: false,
             hangs: false,
@@ -643,8 +646,8 @@ mod tests {
         }
     }
 
-    fn paused(state: &str) -> Look {
-        Look::Paused(state.to_owned())
+    fn paused(state: &str) -> GuestState {
+        GuestState::Paused(state.to_owned())
     }
 
     /// Returns the problems of a case, by the rules that need no process.
@@ -668,13 +671,13 @@ mod tests {
             wrongs(locked(), &nobody, Outcome::Wrong),
             [Wrong::Exit, Wrong::Exit]
         );
-        let back = seen(Look::Running, Look::Ended, 1, 1);
+        let back = seen(GuestState::Running, GuestState::Ended, 1, 1);
         assert_eq!(wrongs(locked(), &back, Outcome::Stayed), []);
         let kept = seen(paused("postmigrate"), paused("inmigrate"), 3, 3);
         assert_eq!(locked().absent(&kept), Absent::Paused);
         assert_eq!(wrongs(locked(), &kept, Outcome::Kept), []);
         // The source has the guest, so the destination's command must not report that it arrived.
-        let half = seen(Look::Running, Look::Ended, 1, 0);
+        let half = seen(GuestState::Running, GuestState::Ended, 1, 0);
         assert_eq!(wrongs(locked(), &half, Outcome::Stayed), [Wrong::Exit]);
     }
 
@@ -683,20 +686,20 @@ mod tests {
         let off = |change| record(STEERED, Kind::Power { change });
         for change in [PowerChange::Off, PowerChange::OffKept] {
             let here = match change {
-                PowerChange::Off => Look::Ended,
+                PowerChange::Off => GuestState::Ended,
                 _ => paused("shutdown"),
             };
-            let failed = seen(here.clone(), Look::Ended, 1, 1);
+            let failed = seen(here.clone(), GuestState::Ended, 1, 1);
             assert_eq!(off(change).absent(&failed), Absent::Ended);
             assert_eq!(wrongs(off(change), &failed, Outcome::Ended), []);
-            let success = seen(here.clone(), Look::Ended, 0, 1);
+            let success = seen(here.clone(), GuestState::Ended, 0, 1);
             assert_eq!(wrongs(off(change), &success, Outcome::Ended), [Wrong::Exit]);
-            let in_doubt = seen(here, Look::Ended, 3, 1);
+            let in_doubt = seen(here, GuestState::Ended, 3, 1);
             assert_eq!(
                 wrongs(off(change), &in_doubt, Outcome::Ended),
                 [Wrong::Exit]
             );
-            let risen = seen(Look::Ended, Look::Running, 1, 1);
+            let risen = seen(GuestState::Ended, GuestState::Running, 1, 1);
             assert_eq!(
                 wrongs(off(change), &risen, Outcome::Moved),
                 [Wrong::TwoGuests]
@@ -708,7 +711,7 @@ mod tests {
             []
         );
         // The guest arrived, and was powered off there.
-        let mut there = seen(paused("postmigrate"), Look::Ended, 0, 0);
+        let mut there = seen(paused("postmigrate"), GuestState::Ended, 0, 0);
         there.arrived = true;
         assert_eq!(wrongs(off(PowerChange::Off), &there, Outcome::Ended), []);
     }
@@ -719,9 +722,9 @@ mod tests {
             let (how, after) = (crate::proxy::Ending::Reset, 0);
             record(STEERED, Kind::Cut { how, after })
         };
-        let moved = seen(paused("postmigrate"), Look::Running, 0, 0);
+        let moved = seen(paused("postmigrate"), GuestState::Running, 0, 0);
         assert_eq!(wrongs(cut(), &moved, Outcome::Moved), []);
-        let in_doubt = seen(paused("postmigrate"), Look::Running, 3, 0);
+        let in_doubt = seen(paused("postmigrate"), GuestState::Running, 3, 0);
         assert_eq!(wrongs(cut(), &in_doubt, Outcome::Moved), [Wrong::Exit]);
         let party = Party::DestinationCommand;
         let killed = record(STEERED, Kind::Kill { party });
@@ -734,11 +737,11 @@ mod tests {
             let change = PowerChange::Reset;
             record(STEERED, Kind::Power { change })
         };
-        let moved = seen(paused("postmigrate"), Look::Running, 0, 0);
+        let moved = seen(paused("postmigrate"), GuestState::Running, 0, 0);
         assert_eq!(wrongs(reset(), &moved, Outcome::Moved), []);
-        let failed = seen(Look::Running, Look::Ended, 1, 1);
+        let failed = seen(GuestState::Running, GuestState::Ended, 1, 1);
         assert_eq!(wrongs(reset(), &failed, Outcome::Stayed), [Wrong::Exit]);
-        let nobody = seen(Look::Ended, Look::Ended, 1, 1);
+        let nobody = seen(GuestState::Ended, GuestState::Ended, 1, 1);
         assert_eq!(reset().absent(&nobody), Absent::Lost);
     }
 
@@ -748,11 +751,11 @@ mod tests {
             let (at, name) = (End::Source, crate::case::Capability::XIgnoreShared);
             record(STEERED, Kind::CapabilityOn { at, name })
         };
-        let refused = seen(Look::Running, Look::Ended, 1, 1);
+        let refused = seen(GuestState::Running, GuestState::Ended, 1, 1);
         assert_eq!(wrongs(on(), &refused, Outcome::Stayed), []);
-        let moved = seen(paused("postmigrate"), Look::Running, 0, 0);
+        let moved = seen(paused("postmigrate"), GuestState::Running, 0, 0);
         assert_eq!(wrongs(on(), &moved, Outcome::Moved), []);
-        let in_doubt = seen(paused("postmigrate"), Look::Ended, 3, 1);
+        let in_doubt = seen(paused("postmigrate"), GuestState::Ended, 3, 1);
         assert_eq!(wrongs(on(), &in_doubt, Outcome::Kept), [Wrong::Exit]);
     }
 
@@ -767,13 +770,13 @@ mod tests {
             (None, true),
         ] {
             let loss = record(STEERED, Kind::PowerLoss { secs, at });
-            let kept = seen(paused("postmigrate"), Look::Ended, 3, 1);
+            let kept = seen(paused("postmigrate"), GuestState::Ended, 3, 1);
             let wrong = wrongs(loss, &kept, Outcome::Kept);
             assert_eq!(wrong.is_empty(), may_be_in_doubt, "{secs:?}");
             let loss = record(STEERED, Kind::PowerLoss { secs, at });
-            let stayed = seen(Look::Running, Look::Ended, 1, 1);
+            let stayed = seen(GuestState::Running, GuestState::Ended, 1, 1);
             assert_eq!(wrongs(loss, &stayed, Outcome::Stayed), []);
-            let mut hangs = seen(Look::Running, Look::Ended, 1, 1);
+            let mut hangs = seen(GuestState::Running, GuestState::Ended, 1, 1);
             hangs.hangs = true;
             let loss = record(STEERED, Kind::PowerLoss { secs, at });
             assert_eq!(wrongs(loss, &hangs, Outcome::Stayed), [Wrong::Hangs]);
@@ -788,14 +791,14 @@ mod tests {
             channels: 2,
         };
         let foreign = |rules| record(pair, Kind::Foreign { rules });
-        let mut plain = seen(paused("postmigrate"), Look::Running, 0, 0);
+        let mut plain = seen(paused("postmigrate"), GuestState::Running, 0, 0);
         plain.plaintext = 7;
         let bypass = foreign(ForeignRules::Notrack);
         assert_eq!(wrongs(bypass, &plain, Outcome::Moved), [Wrong::Plaintext]);
-        let refused = seen(Look::Running, Look::Waiting, 1, 130);
+        let refused = seen(GuestState::Running, GuestState::Waiting, 1, 130);
         let bypass = foreign(ForeignRules::Notrack);
         assert_eq!(wrongs(bypass, &refused, Outcome::Stayed), []);
-        let released = seen(paused("postmigrate"), Look::Ended, 0, 0);
+        let released = seen(paused("postmigrate"), GuestState::Ended, 0, 0);
         for (rules, absent) in [
             (ForeignRules::Notrack, Absent::Paused),
             (ForeignRules::Masquerade, Absent::Lost),
@@ -821,7 +824,7 @@ mod tests {
                 stream,
                 output,
             };
-            let mut not_ready = seen(Look::Running, Look::Ended, 1, 2);
+            let mut not_ready = seen(GuestState::Running, GuestState::Ended, 1, 2);
             (not_ready.is_ready, not_ready.source_exit) = (false, None);
             let found = wrongs(record(STEERED, spoilt), &not_ready, Outcome::Stayed);
             assert_eq!(found, wrong);
@@ -832,7 +835,7 @@ mod tests {
     fn a_fault_that_did_not_happen_explains_nothing() {
         let mut locked = record(STEERED, Kind::LockedDisk);
         locked.fired = vec![false];
-        let back = seen(Look::Running, Look::Ended, 1, 1);
+        let back = seen(GuestState::Running, GuestState::Ended, 1, 1);
         assert_eq!(wrongs(locked, &back, Outcome::Stayed), [Wrong::Exit]);
     }
 }

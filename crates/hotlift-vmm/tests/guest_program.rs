@@ -35,7 +35,7 @@ fn counts_up_under(accelerator: &str) {
     let mut qemu = Launched::start(&program, &line, folder).unwrap();
     let deadline = Instant::now() + PATIENCE;
     let counts = loop {
-        let output = qemu.process().said();
+        let output = qemu.process().output_lines();
         let lines = output
             .iter()
             .filter_map(|line| Some((line, value(line, "writes")?)));

@@ -72,10 +72,13 @@ impl<'a> Agent<'a> {
 
     /// Waits until exactly `migrations` have succeeded: libvirt may finish before the agent knows.
     pub fn has_carried(&self, migrations: usize) {
-        until(&format!("{migrations} migrations: {}", self.said()), || {
-            let is_over = self.rows().iter().all(|row| row["status"] != "active");
-            (is_over && self.completed("migration") == migrations).then_some(())
-        });
+        until(
+            &format!("{migrations} migrations: {}", self.output()),
+            || {
+                let is_over = self.rows().iter().all(|row| row["status"] != "active");
+                (is_over && self.completed("migration") == migrations).then_some(())
+            },
+        );
     }
 
     /// Returns the result of `agent check` on its host.
@@ -85,8 +88,8 @@ impl<'a> Agent<'a> {
     }
 
     /// Returns all its output.
-    pub fn said(&self) -> String {
-        self.process.said().join("\n")
+    pub fn output(&self) -> String {
+        self.process.output_lines().join("\n")
     }
 
     /// Kills its process.
@@ -128,7 +131,7 @@ impl<'a> Agent<'a> {
         let signalled = self.host.signal(&self.process, Signal::TERM);
         signalled.expect("it runs");
         let status = self.process.wait(DEADLINE).expect("it ends");
-        assert!(status.success(), "{}", self.said());
+        assert!(status.success(), "{}", self.output());
         let removed = self.host.tool(HOTLIFT, &["agent", "rules", "--remove"]);
         removed.expect("the table is removed");
         let tables = self.host.tool("nft", &["list", "tables"]);

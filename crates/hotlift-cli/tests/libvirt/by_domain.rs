@@ -32,8 +32,8 @@ fn migrate(hosts: &Hosts, from: &Host, to: &Host, domain: &Domain, flags: &[&str
 /// Returns the exit code and all output of a command.
 fn ended(mut command: Process) -> (Option<i32>, String) {
     command.wait(DEADLINE).expect("it ends");
-    command.hear_out();
-    (command.exit_code(), command.said().join("\n"))
+    command.read_last_output();
+    (command.exit_code(), command.output_lines().join("\n"))
 }
 
 fn agents<'a>(hosts: &'a Hosts) -> [Agent<'a>; 2] {

@@ -25,7 +25,7 @@ fn there_and_back(hosts: &Hosts, [source, destination]: &[Agent<'_>; 2], times: 
     let mut from = End::Source;
     for (count, options) in WAYS.iter().cycle().take(times).enumerate() {
         migrate(hosts, from, &one, options)
-            .unwrap_or_else(|why| panic!("{count} {options:?}: {why}\n{}", source.said()));
+            .unwrap_or_else(|why| panic!("{count} {options:?}: {why}\n{}", source.output()));
         from = other(from);
         is_at(hosts, from, &one);
         for agent in [source, destination] {
@@ -93,7 +93,7 @@ fn disks_that_are_copied_go_through_the_agents_too() {
     assert!(copy.starts_with(&content), "the disk's content");
     for agent in &agents {
         agent.has_carried(1);
-        let output = agent.said();
+        let output = agent.output();
         assert!(output.contains("state=completed kind=tunnel"), "{output}");
     }
     end(agents);
@@ -111,7 +111,7 @@ fn eight_domains_migrate_at_once() {
         .collect();
     for (one, migration) in all.iter().zip(begun) {
         let moved = outcome(migration);
-        assert_eq!(moved, Ok(()), "{}: {}", one.name, agents[0].said());
+        assert_eq!(moved, Ok(()), "{}: {}", one.name, agents[0].output());
     }
     for one in &all {
         is_at(&hosts, End::Destination, one);
@@ -150,6 +150,11 @@ fn tls_and_tunnels_of_libvirt_work_next_to_the_agents() {
     )
     .expect("it moves in a tunnel");
     is_at(&hosts, End::Source, &one);
-    assert_eq!(agents[0].completed("migration"), 0, "{}", agents[0].said());
+    assert_eq!(
+        agents[0].completed("migration"),
+        0,
+        "{}",
+        agents[0].output()
+    );
     end(agents);
 }

@@ -28,8 +28,8 @@ fn drain(hosts: &Hosts, flags: &[&str]) -> Process {
 /// Returns the exit code and all output of a drain.
 fn ended(mut drain: Process) -> (Option<i32>, String) {
     drain.wait(DEADLINE).expect("it ends");
-    drain.hear_out();
-    (drain.exit_code(), drain.said().join("\n"))
+    drain.read_last_output();
+    (drain.exit_code(), drain.output_lines().join("\n"))
 }
 
 fn domains(hosts: &Hosts, names: &[&str]) -> Vec<Domain> {

@@ -139,10 +139,10 @@ fn begin(hosts: &Hosts, domain: &Domain, options: &[&str]) -> Process {
 /// Waits for the end of a migration from [`begin`]; returns its error.
 fn outcome(mut migration: Process) -> Result<(), String> {
     let status = migration.wait(DEADLINE).expect("it ends");
-    migration.hear_out();
+    migration.read_last_output();
     match status.success() {
         true => Ok(()),
-        false => Err(migration.said().join("\n")),
+        false => Err(migration.output_lines().join("\n")),
     }
 }
 

@@ -420,7 +420,7 @@ impl Rig {
 /// Returns a destination's statement about a failed migration; `None` while it runs.
 fn how_it_ended(there: &mut Vm, phase: Phase, may_hang: bool) -> Option<String> {
     if there.ended().is_some() {
-        there.hear_out();
+        there.read_last_output();
         return Some(there.stderr());
     }
     there.qmp.client().set_timeout(SILENCE);
@@ -532,12 +532,12 @@ fn guest_stays_after(cases: &[Cut]) {
     each(cases, |(link, socket, phase)| {
         let mut rig = Rig::new(Release::V10, Release::V10)?;
         if phase == Phase::Setup {
-            rig.link(link).cut_on_sight(socket);
+            rig.link(link).cut_when_recognised(socket);
             // Its status may be any by now, or final.
             rig.here.qmp.migrate(&rig.uri).expect("migrate");
             until(
                 || format!("{link:?} has no {socket:?}"),
-                || rig.link(link).has_cut_on_sight().then_some(()),
+                || rig.link(link).has_cut_recognised().then_some(()),
             );
         } else {
             rig.reach(phase);

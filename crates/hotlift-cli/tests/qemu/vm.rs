@@ -310,13 +310,13 @@ impl Vm {
     }
 
     /// Reads the last output of an ended process.
-    pub fn hear_out(&self) {
-        self.process.process().hear_out();
+    pub fn read_last_output(&self) {
+        self.process.process().read_last_output();
     }
 
     /// Returns QEMU's output on stderr, except for messages about this machine's CPU.
     pub fn stderr(&self) -> String {
-        let output = self.process.process().said();
+        let output = self.process.process().output_lines();
         let output = output.into_iter();
         output
             .filter(|line| !line.contains("host doesn't support requested feature"))

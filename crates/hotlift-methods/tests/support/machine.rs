@@ -181,7 +181,7 @@ impl Machine {
     /// Returns the failure with QEMU's output.
     fn explain(&self, why: &dyn std::fmt::Display) -> String {
         let process = self.process.process();
-        process.hear_out();
-        format!("QEMU: {why}: {}", process.said().join(" | "))
+        process.read_last_output();
+        format!("QEMU: {why}: {}", process.output_lines().join(" | "))
     }
 }

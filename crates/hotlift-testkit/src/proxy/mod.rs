@@ -48,7 +48,7 @@ pub enum Ending {
 /// How a proxy converts the end of one connection for the peer of the other connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Turns {
+pub enum EndMapping {
     /// Unchanged: FIN remains FIN, and RST remains RST.
     AsIs,
     /// Always FIN: a RST becomes a FIN.
@@ -67,14 +67,14 @@ pub struct Proxy<R: Rule = AsTheyCome> {
 /// State shared by all threads of a proxy.
 struct Core {
     target: Target,
-    turns: Turns,
+    end_mapping: EndMapping,
     waits: Mutex<Waits>,
     /// Condition variable for changes of `waits`.
     changed: Condvar,
     delay_ms: AtomicU64,
     cut: Mutex<Option<Cut>>,
     /// Kind of the connection that must be cut as soon as its first bytes identify it; `None` if no cut is pending.
-    on_sight: Mutex<Option<Socket>>,
+    cut_when_recognised: Mutex<Option<Socket>>,
     connections: Mutex<Vec<Arc<Connection>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// Event descriptor that is readable when the proxy ends.
@@ -136,11 +136,11 @@ impl Proxy {
     ///
     /// # Errors
     /// If the proxy cannot listen.
-    pub fn tcp(host: &Namespace, port: u16, turns: Turns) -> Result<Self, KitError> {
+    pub fn tcp(host: &Namespace, port: u16, end_mapping: EndMapping) -> Result<Self, KitError> {
         let listener = host.within(|| TcpListener::bind((PROXY, port)))?;
         let listener = listener.map_err(KitError::system("listen"))?;
         let target = Target::Tcp(DESTINATION.to_owned(), port, Some(host.again()?));
-        Self::start(Listener::Tcp(listener), target, turns, AsTheyCome)
+        Self::start(Listener::Tcp(listener), target, end_mapping, AsTheyCome)
     }
 }
 
@@ -152,7 +152,7 @@ impl<R: Rule> Proxy<R> {
     pub fn unix_with(at: &Path, to: &Path, rule: R) -> Result<Self, KitError> {
         let listener = UnixListener::bind(at).map_err(KitError::system("listen"))?;
         let target = Target::Unix(to.to_owned());
-        Self::start(Listener::Unix(listener), target, Turns::AsIs, rule)
+        Self::start(Listener::Unix(listener), target, EndMapping::AsIs, rule)
     }
 
     /// Creates a proxy that listens on a local TCP port, forwards connections to `to`, and applies `rule`. Returns the
@@ -173,7 +173,7 @@ impl<R: Rule> Proxy<R> {
         });
         let (listener, address) = bound.map_err(KitError::system("listen"))?;
         let target = Target::Tcp(host.clone(), *port, None);
-        let this = Self::start(Listener::Tcp(listener), target, Turns::AllToFin, rule)?;
+        let this = Self::start(Listener::Tcp(listener), target, EndMapping::AllToFin, rule)?;
         let address = Address::Tcp {
             host: address.ip().to_string(),
             port: address.port(),
@@ -181,17 +181,22 @@ impl<R: Rule> Proxy<R> {
         Ok((this, address))
     }
 
-    fn start(listener: Listener, target: Target, turns: Turns, rule: R) -> Result<Self, KitError> {
+    fn start(
+        listener: Listener,
+        target: Target,
+        end_mapping: EndMapping,
+        rule: R,
+    ) -> Result<Self, KitError> {
         let ends = eventfd(0, EventfdFlags::CLOEXEC)
             .map_err(|error| KitError::system("make an eventfd")(error.into()))?;
         let core = Arc::new(Core {
             target,
-            turns,
+            end_mapping,
             waits: Mutex::default(),
             changed: Condvar::new(),
             delay_ms: AtomicU64::new(0),
             cut: Mutex::default(),
-            on_sight: Mutex::default(),
+            cut_when_recognised: Mutex::default(),
             connections: Mutex::default(),
             threads: Mutex::default(),
             ends,
@@ -244,14 +249,14 @@ impl<R: Rule> Proxy<R> {
     }
 
     /// Cuts the next connection of this kind, before any byte of it passes.
-    pub fn cut_on_sight(&self, socket: Socket) {
-        *lock(&self.core.on_sight) = Some(socket);
+    pub fn cut_when_recognised(&self, socket: Socket) {
+        *lock(&self.core.cut_when_recognised) = Some(socket);
     }
 
-    /// Returns true once the cut of [`Proxy::cut_on_sight`] has been done.
+    /// Returns true once the cut of [`Proxy::cut_when_recognised`] has been done.
     #[must_use]
-    pub fn has_cut_on_sight(&self) -> bool {
-        lock(&self.core.on_sight).is_none()
+    pub fn has_cut_recognised(&self) -> bool {
+        lock(&self.core.cut_when_recognised).is_none()
     }
 
     /// Returns true if the rule has held data.
@@ -365,9 +370,9 @@ fn carry<R: Rule>(core: &Core, rule: &R, connection: &Connection, back: bool) {
                     let missing = Socket::KNOWN_BY - first.len();
                     first.extend_from_slice(&chunk[..length.min(missing)]);
                     match core.recognise(connection, &first) {
-                        Sight::Goes => {}
-                        Sight::Waits => continue,
-                        Sight::Cut => return,
+                        Recognition::Goes => {}
+                        Recognition::Waits => continue,
+                        Recognition::Cut => return,
                     }
                 }
                 match rule.apply(&mut direction, &mut came, &flow) {
@@ -389,14 +394,15 @@ fn carry<R: Rule>(core: &Core, rule: &R, connection: &Connection, back: bool) {
         if !is_deaf {
             write_all(to, &came);
         }
-        match (core.turns, ending) {
+        match (core.end_mapping, ending) {
             // A peer that has closed both directions differs from a half-closed peer. The other peer must see the same
             // difference.
-            (Turns::AsIs, Ending::Fin) if is_gone(from) => connection.end(Ending::Fin),
-            (Turns::AsIs | Turns::AllToFin, Ending::Fin) | (Turns::AllToFin, Ending::Reset) => {
+            (EndMapping::AsIs, Ending::Fin) if is_gone(from) => connection.end(Ending::Fin),
+            (EndMapping::AsIs | EndMapping::AllToFin, Ending::Fin)
+            | (EndMapping::AllToFin, Ending::Reset) => {
                 end_half(to);
             }
-            (Turns::AsIs, Ending::Reset) | (Turns::AllToReset, _) => {
+            (EndMapping::AsIs, Ending::Reset) | (EndMapping::AllToReset, _) => {
                 connection.end(Ending::Reset);
             }
         }
@@ -405,7 +411,7 @@ fn carry<R: Rule>(core: &Core, rule: &R, connection: &Connection, back: bool) {
 }
 
 /// Decision about a connection after its first bytes.
-enum Sight {
+enum Recognition {
     Goes,
     /// More bytes are needed: this may be the connection to cut.
     Waits,
@@ -414,18 +420,18 @@ enum Sight {
 
 impl Core {
     /// Identifies a connection that begins with `first`, and cuts it if this kind must be cut.
-    fn recognise(&self, connection: &Connection, first: &[u8]) -> Sight {
-        let mut on_sight = lock(&self.on_sight);
+    fn recognise(&self, connection: &Connection, first: &[u8]) -> Recognition {
+        let mut cut_when_recognised = lock(&self.cut_when_recognised);
         let Some(socket) = Socket::of(first) else {
-            return on_sight.map_or(Sight::Goes, |_| Sight::Waits);
+            return cut_when_recognised.map_or(Recognition::Goes, |_| Recognition::Waits);
         };
         let _ = connection.socket.set(socket);
-        if *on_sight != Some(socket) {
-            return Sight::Goes;
+        if *cut_when_recognised != Some(socket) {
+            return Recognition::Goes;
         }
         connection.end(Ending::Fin);
-        *on_sight = None;
-        Sight::Cut
+        *cut_when_recognised = None;
+        Recognition::Cut
     }
 
     /// Waits while data is held or delayed for a time.
@@ -540,7 +546,9 @@ mod tests {
         (listener, proxy, client, server)
     }
 
-    fn pair(turns: Turns) -> Option<(crate::namespace::Link, Proxy, TcpStream, TcpStream)> {
+    fn pair(
+        end_mapping: EndMapping,
+    ) -> Option<(crate::namespace::Link, Proxy, TcpStream, TcpStream)> {
         if !rustix::process::geteuid().is_root() {
             crate::skip!("root", "network namespaces need it");
             return None;
@@ -549,7 +557,7 @@ mod tests {
         let host = &link.destination;
         let listener = host.within(|| TcpListener::bind((DESTINATION, 7000)));
         let listener = listener.unwrap().unwrap();
-        let proxy = Proxy::tcp(host, 7000, turns).unwrap();
+        let proxy = Proxy::tcp(host, 7000, end_mapping).unwrap();
         let client = host.within(|| TcpStream::connect((PROXY, 7000)));
         let client = client.unwrap().unwrap();
         Some((link, proxy, client, listener.accept().unwrap().0))
@@ -557,13 +565,13 @@ mod tests {
 
     #[test]
     fn a_proxy_makes_fin_of_rst_and_rst_of_fin() {
-        for (turns, how, sees) in [
-            (Turns::AllToFin, Ending::Reset, Ending::Fin),
-            (Turns::AllToReset, Ending::Fin, Ending::Reset),
-            (Turns::AsIs, Ending::Reset, Ending::Reset),
-            (Turns::AsIs, Ending::Fin, Ending::Fin),
+        for (end_mapping, how, sees) in [
+            (EndMapping::AllToFin, Ending::Reset, Ending::Fin),
+            (EndMapping::AllToReset, Ending::Fin, Ending::Reset),
+            (EndMapping::AsIs, Ending::Reset, Ending::Reset),
+            (EndMapping::AsIs, Ending::Fin, Ending::Fin),
         ] {
-            let Some((_link, _proxy, mut client, mut server)) = pair(turns) else {
+            let Some((_link, _proxy, mut client, mut server)) = pair(end_mapping) else {
                 return;
             };
             client.write_all(b"word").unwrap();
@@ -578,15 +586,15 @@ mod tests {
             let seen = match server.read(&mut [0; 4]) {
                 Ok(0) => Ending::Fin,
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ending::Reset,
-                other => panic!("{turns:?} {how:?}: {other:?}"),
+                other => panic!("{end_mapping:?} {how:?}: {other:?}"),
             };
-            assert_eq!(seen, sees, "{turns:?} {how:?}");
+            assert_eq!(seen, sees, "{end_mapping:?} {how:?}");
         }
     }
 
     #[test]
     fn a_cut_happens_after_the_given_bytes_of_the_return_path() {
-        let Some((_link, proxy, mut client, mut server)) = pair(Turns::AsIs) else {
+        let Some((_link, proxy, mut client, mut server)) = pair(EndMapping::AsIs) else {
             return;
         };
         proxy.cut(Ending::Fin, 6);
@@ -620,18 +628,18 @@ mod tests {
         assert!(proxy.has(Socket::Main) && !proxy.has(channel));
         assert!(proxy.cut_first(Socket::Main) && !proxy.cut_first(channel));
         assert_eq!(client.read(&mut [0; 4]).unwrap(), 0);
-        proxy.cut_on_sight(channel);
+        proxy.cut_when_recognised(channel);
         let (mut client, mut server) = pair();
         client.write_all(&opening(0)).unwrap();
         server.read_exact(&mut [0; Socket::KNOWN_BY]).unwrap();
-        assert!(!proxy.has_cut_on_sight(), "it was another");
+        assert!(!proxy.has_cut_recognised(), "it was another");
         let (mut client, mut server) = pair();
         let opening = opening(1);
         let (first, rest) = opening.split_at(4);
         client.write_all(first).unwrap();
         client.write_all(rest).unwrap();
         assert_eq!(server.read(&mut [0; 4]).unwrap(), 0, "it passed");
-        assert!(proxy.has_cut_on_sight() && proxy.has(channel));
+        assert!(proxy.has_cut_recognised() && proxy.has(channel));
     }
 
     #[test]
