@@ -48,10 +48,10 @@ bitflags! {
         const PACKAGE_CHECKED = 1 << 4;
         /// Between relays: a PING with the value [`CONNECTED`] follows the RAM block list. This PING is answered after the
         /// destination's QEMU has answered on its return path.
-        const CONFIRMED = 1 << 5;
+        const CONNECTED_PING = 1 << 5;
         /// Between relays: the source accepts the guest's state at the destination (`settle::GuestActivity`). The state is sent
         /// in a message before SHUT(0), and in the answer to a question about the outcome.
-        const DOING = 1 << 6;
+        const GUEST_ACTIVITY = 1 << 6;
         /// The sync points of the stream are those of the source's QEMU: each is a flush record or the end of a section of RAM.
         /// Without this feature a relay chooses the sync points, because its source has no multifd or is older.
         const SYNC_POINTS_SHOWN = 1 << 7;

@@ -58,7 +58,7 @@ pub enum Outcome {
 }
 
 /// State of the guest at the destination, as the relay of the destination's QEMU observes it. A source that does not offer
-/// [`Features::DOING`](crate::handshake::Features::DOING) always receives [`GuestActivity::Unknown`].
+/// [`Features::GUEST_ACTIVITY`](crate::handshake::Features::GUEST_ACTIVITY) always receives [`GuestActivity::Unknown`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[repr(u8)]
 pub enum GuestActivity {

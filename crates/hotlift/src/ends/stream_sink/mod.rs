@@ -364,8 +364,10 @@ impl<'a> StreamSink<'a> {
                 self.seen.preempts,
             ));
         }
-        let mut features =
-            Features::RELAYED | Features::PACKAGE_CHECKED | Features::CONFIRMED | Features::DOING;
+        let mut features = Features::RELAYED
+            | Features::PACKAGE_CHECKED
+            | Features::CONNECTED_PING
+            | Features::GUEST_ACTIVITY;
         features.set(Features::MULTIFD, !self.out.multifd.is_empty());
         features.set(
             Features::METHOD_BY_PACKET,
@@ -570,7 +572,7 @@ impl Sink for StreamSink<'_> {
         if self.seen.is_guest {
             return self.section_sent();
         }
-        if !self.out.answers.takes(Features::CONFIRMED) {
+        if !self.out.answers.takes(Features::CONNECTED_PING) {
             return Ok(());
         }
         self.out.answers.ask(CONNECTED);

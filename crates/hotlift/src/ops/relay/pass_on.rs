@@ -193,7 +193,7 @@ fn pass_on(
     let read_ahead = input.detach();
     let takes_activity = setup
         .relay
-        .is_some_and(|features| features.contains(Features::DOING));
+        .is_some_and(|features| features.contains(Features::GUEST_ACTIVITY));
     // A relay may select another method for each packet.
     let methods = match setup.relay {
         Some(_) => Methods::Each,

@@ -306,7 +306,7 @@ impl MainChannel {
             true => Features::RELAYED,
             false => offer.features & Features::RELAYED,
         };
-        let known = Features::MULTIFD | Features::PACKAGE_CHECKED | Features::CONFIRMED;
+        let known = Features::MULTIFD | Features::PACKAGE_CHECKED | Features::CONNECTED_PING;
         let takes = relayed | (offer.features & known);
         Action::Greet { offer, takes }
     }

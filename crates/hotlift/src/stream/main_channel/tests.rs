@@ -363,7 +363,7 @@ fn of_running_guest() -> Case {
 
 const RELAY: Features = Features::RELAYED
     .union(Features::PACKAGE_CHECKED)
-    .union(Features::CONFIRMED);
+    .union(Features::CONNECTED_PING);
 
 /// Builds a relay's stream of a QEMU.
 fn of_relay(name: &'static str, multifd: bool) -> Case {
