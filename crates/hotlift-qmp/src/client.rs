@@ -285,7 +285,7 @@ impl Client {
     pub fn wait_for_event(&mut self, others: &[BorrowedFd<'_>], deadline: Instant) {
         let own = (!self.is_closed).then(|| self.lines.connection().as_fd());
         let fds: Vec<_> = own.into_iter().chain(others.iter().copied()).collect();
-        let has_line = self.lines.begun().contains(&b'\n');
+        let has_line = self.lines.buffered().contains(&b'\n');
         if has_line || wait_readable(&fds, Some(deadline)) {
             // An error is reported by the next command.
             let _ = self.take_events();

@@ -178,7 +178,7 @@ impl<C: Connection> Lines<C> {
 
     /// Returns the bytes received after the last returned line. These bytes may contain further complete lines.
     #[must_use]
-    pub fn begun(&self) -> &[u8] {
+    pub fn buffered(&self) -> &[u8] {
         &self.buffer
     }
 

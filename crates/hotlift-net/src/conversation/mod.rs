@@ -182,8 +182,8 @@ impl Conversation {
 
     /// Returns the number of received bytes after the last message.
     #[must_use]
-    pub fn begun(&self) -> usize {
-        self.0.begun().len()
+    pub fn buffered_len(&self) -> usize {
+        self.0.buffered().len()
     }
 
     /// Returns the connection.
@@ -206,7 +206,7 @@ impl Conversation {
         let bytes = match &read {
             // TLS records can also contain the byte that ends a line.
             Line::Whole(line) => line,
-            _ => self.0.begun(),
+            _ => self.0.buffered(),
         };
         if bytes.starts_with(&ALERT_BEGINS) {
             return Err(ConversationError::SpeaksTls);
@@ -232,7 +232,7 @@ impl Conversation {
         deadline: Option<Instant>,
     ) -> Result<Option<T>, ConversationError> {
         let fds = [&[self.as_fd()], others].concat();
-        let is_there = self.0.begun().contains(&b'\n') || self.stream().has_plaintext();
+        let is_there = self.0.buffered().contains(&b'\n') || self.stream().has_plaintext();
         match is_there || wait_readable(&fds, deadline) {
             true => self.receive(Duration::ZERO),
             false => Ok(None),
