@@ -67,13 +67,13 @@ fn seal(writer: &mut End, mut data: &[u8]) -> Sealed {
         let kind = [20, 21, 22, 23, kind][usize::from(kind % 5)];
         sealed
             .bytes
-            .extend(record(&mut writer.writer, kind, content));
+            .extend(record(&mut writer.sealer, kind, content));
         if kind == 23 {
             sealed.data += length;
         }
         sealed.is_closed |= kind == 21 && length == 2 && content[1] == 0;
         if kind == 22 && KEY_UPDATES.contains(&content) {
-            next_key(&mut writer.writer);
+            next_key(&mut writer.sealer);
         }
     }
     sealed
@@ -98,17 +98,17 @@ fn read(end: &mut End, bytes: &[u8], pieces: u8) -> Outcome {
         let mut from = Pieces(bytes, piece);
         let mut data = 0;
         let error = loop {
-            match end.reader.plaintext(&mut from) {
+            match end.opener.plaintext(&mut from) {
                 Ok([]) => break None,
                 Ok(plaintext) => {
                     let n = plaintext.len();
                     data += n;
-                    end.reader.consume(n);
+                    end.opener.consume(n);
                 }
                 Err(error) => break Some(error),
             }
         };
-        assert!(end.reader.memory() <= CONNECTION_MEMORY);
+        assert!(end.opener.memory() <= CONNECTION_MEMORY);
         Outcome { data, error }
     })
 }

@@ -16,9 +16,9 @@ use crate::record_sealer::RecordSealer;
 #[derive(Debug)]
 pub struct End {
     /// Opens the other end's records.
-    pub reader: RecordOpener,
+    pub opener: RecordOpener,
     /// Seals this end's records.
-    pub writer: RecordSealer,
+    pub sealer: RecordSealer,
 }
 
 /// TLS 1.3's ciphers.
@@ -45,8 +45,8 @@ pub fn ends(cipher: usize, records_per_key: u64) -> [End; 2] {
         let (sending, receiving) = (keys.make(is_client, 0), keys.make(!is_client, 0));
         let link = Arc::new(Link::new(keys));
         End {
-            reader: RecordOpener::new(receiving.expect("a key"), Arc::clone(&link), is_client),
-            writer: RecordSealer::new(sending.expect("a key"), link, records_per_key),
+            opener: RecordOpener::new(receiving.expect("a key"), Arc::clone(&link), is_client),
+            sealer: RecordSealer::new(sending.expect("a key"), link, records_per_key),
         }
     })
 }
@@ -56,21 +56,21 @@ pub fn ends(cipher: usize, records_per_key: u64) -> [End; 2] {
 /// # Panics
 /// If `content` is longer than a record of Hotlift.
 #[must_use]
-pub fn record(writer: &mut RecordSealer, kind: u8, content: &[u8]) -> Vec<u8> {
+pub fn record(sealer: &mut RecordSealer, kind: u8, content: &[u8]) -> Vec<u8> {
     assert!(content.len() <= RECORD_PLAINTEXT, "more than a record");
     let mut record = Vec::new();
-    writer
+    sealer
         .send_record(&mut record, kind, content)
         .expect("a Vec takes all");
     record
 }
 
-/// Switches `writer` to the next key, as after a KeyUpdate that the test made itself.
+/// Switches `sealer` to the next key, as after a KeyUpdate that the test made itself.
 ///
 /// # Panics
 /// Never.
-pub fn next_key(writer: &mut RecordSealer) {
-    writer.next_key().expect("a key");
+pub fn next_key(sealer: &mut RecordSealer) {
+    sealer.next_key().expect("a key");
 }
 
 struct FixedKeys {

@@ -39,8 +39,8 @@
 //! let mut socket = TcpStream::connect("b.example:4444")?;
 //! let mut session = tls.connect(&socket, Some("b.example"))?;
 //! let mut answer = [0; 5];
-//! session.reader.read_exact(&mut socket, &mut answer)?;
-//! session.writer.close(&mut socket)?;
+//! session.opener.read_exact(&mut socket, &mut answer)?;
+//! session.sealer.close(&mut socket)?;
 //! # Ok::<_, Box<dyn std::error::Error>>(())
 //! ```
 

@@ -86,7 +86,7 @@ pub struct Tls {
     settings: Settings,
 }
 
-/// A connection after its handshake. One thread may use `reader` while another uses `writer`, with the same socket.
+/// A connection after its handshake. One thread may use `opener` while another uses `sealer`, with the same socket.
 #[derive(Debug)]
 pub struct Session {
     /// The peer's verified certificate; a client without [`Settings::verify_peer`] has none.
@@ -96,9 +96,9 @@ pub struct Session {
     /// Computes values that only the two ends know.
     pub exporter: Exporter,
     /// Opens received records.
-    pub reader: RecordOpener,
+    pub opener: RecordOpener,
     /// Seals records to send.
-    pub writer: RecordSealer,
+    pub sealer: RecordSealer,
 }
 
 impl Tls {
@@ -154,8 +154,8 @@ impl Tls {
         self.connect_unless(socket, host, None, &|| false)
     }
 
-    /// Does the same as [`Self::connect`], but fails once `is_called_off` returns true. `wake_fd` must become readable when the
-    /// result of `is_called_off` may have changed; `is_called_off` must read and discard the data in `wake_fd`.
+    /// Does the same as [`Self::connect`], but fails once `is_cancelled` returns true. `wake_fd` must become readable when the
+    /// result of `is_cancelled` may have changed; `is_cancelled` must read and discard the data in `wake_fd`.
     ///
     /// # Errors
     /// See [`TlsError`].
@@ -164,7 +164,7 @@ impl Tls {
         socket: impl AsFd,
         host: Option<&str>,
         wake_fd: Option<BorrowedFd<'_>>,
-        is_called_off: &dyn Fn() -> bool,
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Session, TlsError> {
         let name = self.settings.hostname.as_deref().or(host);
         let name = name
@@ -208,7 +208,7 @@ impl Tls {
             &socket,
             Role::Server,
             wake_fd,
-            is_called_off,
+            is_cancelled,
         )
     }
 
@@ -297,11 +297,11 @@ impl<'a> Handshake<'a> {
         socket: &impl AsFd,
         peer: Role,
         wake_fd: Option<BorrowedFd<'_>>,
-        is_called_off: &dyn Fn() -> bool,
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Session, TlsError> {
         let time = self.settings.handshake_timeout;
         let socket = socket.as_fd();
-        let socket = &mut BoundedSocket::new(socket, time, HANDSHAKE_BYTES, wake_fd, is_called_off);
+        let socket = &mut BoundedSocket::new(socket, time, HANDSHAKE_BYTES, wake_fd, is_cancelled);
         drive(&mut connection, socket).map_err(|error| self.explain(error, peer))?;
         let is_hotlift = connection.common().alpn_protocol() == Some(ALPN.as_bytes());
         let suite = connection.common().negotiated_cipher_suite();
@@ -313,16 +313,16 @@ impl<'a> Handshake<'a> {
         let reading = Cipher::new(secrets.rx).map_err(TlsError::Record)?;
         let writing = Cipher::new(secrets.tx).map_err(TlsError::Record)?;
         let is_client = peer == Role::Server;
-        let mut reader = RecordOpener::new(reading, Arc::clone(&link), is_client);
-        let mut writer = RecordSealer::new(writing, link, self.settings.records_per_key);
+        let mut opener = RecordOpener::new(reading, Arc::clone(&link), is_client);
+        let mut sealer = RecordSealer::new(writing, link, self.settings.records_per_key);
         if self.settings.profile == Profile::Hotlift {
             if !is_hotlift {
-                let _ = writer.alert(socket, Alert::NO_PROTOCOL);
+                let _ = sealer.alert(socket, Alert::NO_PROTOCOL);
                 return Err(TlsError::OtherProtocol { expected: ALPN });
             }
             let confirmed = match peer {
-                Role::Client => writer.send_nothing(socket),
-                Role::Server => reader.wait_for_first(socket),
+                Role::Client => sealer.send_nothing(socket),
+                Role::Server => opener.wait_for_first(socket),
             };
             confirmed.map_err(|error| match error {
                 RecordError::Io(error) => socket.explain(error),
@@ -341,8 +341,8 @@ impl<'a> Handshake<'a> {
             peer: identity,
             cipher: format!("{cipher:?}"),
             exporter: self.secret.exporter(suite).ok_or(TlsError::Version)?,
-            reader,
-            writer,
+            opener,
+            sealer,
         })
     }
 

@@ -51,10 +51,10 @@ impl Secured {
         Self {
             may_lack_close: profile == Profile::Qemu,
             reader: Mutex::new(Reading {
-                records: session.reader,
+                records: session.opener,
                 error: None,
             }),
-            writer: Mutex::new(session.writer),
+            writer: Mutex::new(session.sealer),
             peer: session.peer,
             exporter: session.exporter,
         }

@@ -347,7 +347,7 @@ fn a_client_of_qemu_gets_a_refusal_at_its_first_read() {
         let accepted = scope.spawn(move || server.accept(&there));
         let mut session = client.connect(&here, Some("b")).unwrap();
         assert!(accepted.join().unwrap().is_err());
-        let error = session.reader.plaintext(&mut here).unwrap_err();
+        let error = session.opener.plaintext(&mut here).unwrap_err();
         assert_contains(
             &error.to_string(),
             &["does not accept our certificate", "not on the list"],
@@ -453,13 +453,13 @@ fn data_right_after_a_handshake_is_not_lost() {
         scope.spawn(|| {
             let mut session = qemu().connect(&here, Some("b")).unwrap();
             session
-                .writer
+                .sealer
                 .send(&mut here, &mut Slices::new(&["at once"]))
                 .unwrap();
         });
         let mut session = qemu().accept(&there).unwrap();
         let mut got = [0; 7];
-        session.reader.read_exact(&mut there, &mut got).unwrap();
+        session.opener.read_exact(&mut there, &mut got).unwrap();
         assert_eq!(&got, b"at once");
     });
 }

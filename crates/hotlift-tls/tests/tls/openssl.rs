@@ -128,7 +128,7 @@ fn line_of(session: &mut Session, socket: &mut TcpStream) -> String {
     let mut line = Vec::new();
     while line.last() != Some(&b'\n') {
         let mut byte = [0];
-        session.reader.read_exact(socket, &mut byte).unwrap();
+        session.opener.read_exact(socket, &mut byte).unwrap();
         line.extend(byte);
     }
     String::from_utf8(line).unwrap()
@@ -153,10 +153,10 @@ fn a_client_of_openssl_works_with_each_cipher_and_sees_the_close() {
                 // More than a record.
                 let text = "0123456789".repeat(5000);
                 session
-                    .writer
+                    .sealer
                     .send(&mut socket, &mut Slices::new(&[&text, "the end\n"]))
                     .unwrap();
-                session.writer.close(&mut socket).unwrap();
+                session.sealer.close(&mut socket).unwrap();
             });
         assert!(error.is_none(), "{error:?}: {output}");
         assert!(output.contains(&"0123456789".repeat(5000)), "{output}");
@@ -182,7 +182,7 @@ fn there_are_no_tickets_and_no_early_data() {
         &["-alpn", "hotlift/1"],
         hotlift(),
         |mut session, mut socket, _| {
-            session.writer.close(&mut socket).unwrap();
+            session.sealer.close(&mut socket).unwrap();
         },
     );
     assert!(error.is_none(), "{error:?}: {output}");
@@ -267,10 +267,10 @@ fn key_updates_and_update_requests_of_openssl_are_followed() {
                 assert_eq!(line_of(&mut session, &mut socket), word);
             }
             session
-                .writer
+                .sealer
                 .send(&mut socket, &mut Slices::new(&["under new keys\n"]))
                 .unwrap();
-            session.writer.close(&mut socket).unwrap();
+            session.sealer.close(&mut socket).unwrap();
         },
     );
     assert!(error.is_none(), "{error:?}: {output}");
@@ -316,11 +316,11 @@ fn a_server_of_openssl_works_and_its_tickets_are_ignored() {
     openssl.send("from openssl\n");
     assert_eq!(line_of(&mut session, &mut socket), "from openssl\n");
     session
-        .writer
+        .sealer
         .send(&mut socket, &mut Slices::new(&["from hotlift\n"]))
         .unwrap();
     openssl.wait_for("from hotlift");
-    session.writer.close(&mut socket).unwrap();
+    session.sealer.close(&mut socket).unwrap();
 }
 
 #[test]
@@ -349,7 +349,7 @@ fn renegotiation_does_not_exist() {
             openssl.command("R\n", "RENEGOTIATING");
             openssl.send("Q\n");
             // It cannot, and closes.
-            let end = session.reader.plaintext(&mut socket);
+            let end = session.opener.plaintext(&mut socket);
             assert!(end.is_ok_and(<[u8]>::is_empty));
         },
     );

@@ -42,12 +42,12 @@ fn of_qemu() -> Settings {
 fn read_all(session: &mut Session, socket: &mut UnixStream) -> (Vec<u8>, Result<(), RecordError>) {
     let mut all = Vec::new();
     loop {
-        match session.reader.plaintext(socket) {
+        match session.opener.plaintext(socket) {
             Ok([]) => return (all, Ok(())),
             Ok(plaintext) => {
                 all.extend_from_slice(plaintext);
                 let n = plaintext.len();
-                session.reader.consume(n);
+                session.opener.consume(n);
             }
             Err(error) => return (all, Err(error)),
         }
@@ -90,7 +90,7 @@ fn a_waiting_qemu_takes_a_client_with_a_certificate() {
         assert_eq!(session.peer.as_ref().unwrap().dns, ["b"]);
         let no_stream = [[0x55; 64]];
         session
-            .writer
+            .sealer
             .send(&mut socket, &mut Slices::new(&no_stream))
             .unwrap();
         let (received, end) = read_all(&mut session, &mut socket);

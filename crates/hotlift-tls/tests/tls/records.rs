@@ -23,19 +23,19 @@ fn noise(length: usize, seed: u64) -> Vec<u8> {
 
 /// Reads all of `records`.
 fn read_all(
-    reader: &mut hotlift_tls::RecordOpener,
+    opener: &mut hotlift_tls::RecordOpener,
     records: &[u8],
 ) -> Result<Vec<u8>, RecordError> {
     let mut from = records;
     let mut all = Vec::new();
     loop {
-        let part = reader.plaintext(&mut from)?;
+        let part = opener.plaintext(&mut from)?;
         if part.is_empty() {
             return Ok(all);
         }
         all.extend_from_slice(part);
         let n = part.len();
-        reader.consume(n);
+        opener.consume(n);
     }
 }
 
@@ -51,13 +51,13 @@ proptest! {
         let [mut client, mut server] = ends(cipher, records_per_key);
         let parts: Vec<_> = lengths.iter().map(|&length| noise(length, seed)).collect();
         let mut sent = Vec::new();
-        client.writer.send(&mut sent, &mut Slices::new(&parts)).unwrap();
+        client.sealer.send(&mut sent, &mut Slices::new(&parts)).unwrap();
         let mut slices: Vec<_> = parts.iter().map(|part| IoSlice::new(part)).collect();
-        client.writer.send(&mut sent, &mut slices.as_mut_slice()).unwrap();
-        client.writer.close(&mut sent).unwrap();
+        client.sealer.send(&mut sent, &mut slices.as_mut_slice()).unwrap();
+        client.sealer.close(&mut sent).unwrap();
         let whole = parts.concat().repeat(2);
-        prop_assert_eq!(read_all(&mut server.reader, &sent).unwrap(), whole);
-        prop_assert!(server.reader.is_closed());
+        prop_assert_eq!(read_all(&mut server.opener, &sent).unwrap(), whole);
+        prop_assert!(server.opener.is_closed());
     }
 }
 
@@ -70,7 +70,7 @@ fn one_write_sends_three_records() {
     let mut writes = Vec::new();
     let mut sent = Vec::new();
     loop {
-        let records = client.writer.seal(&mut from).unwrap();
+        let records = client.sealer.seal(&mut from).unwrap();
         if records.is_empty() {
             break;
         }
@@ -79,8 +79,8 @@ fn one_write_sends_three_records() {
     }
     assert_eq!(writes[..6], [3 * (29 << 9); 6]);
     assert_eq!(writes.len(), 7);
-    client.writer.close(&mut sent).unwrap();
-    assert_eq!(read_all(&mut server.reader, &sent).unwrap(), all);
+    client.sealer.close(&mut sent).unwrap();
+    assert_eq!(read_all(&mut server.opener, &sent).unwrap(), all);
 }
 
 /// Both directions at once, with four threads and a new key every 100 records.
@@ -95,26 +95,26 @@ fn keys_change_every_100_records_while_both_sides_send() {
     thread::scope(|scope| {
         for (socket, session) in [client, server] {
             let hotlift_tls::Session {
-                mut reader,
-                mut writer,
+                mut opener,
+                mut sealer,
                 ..
             } = session;
             let (mut from, mut to) = (socket.try_clone().unwrap(), socket);
             let message = &message;
             scope.spawn(move || {
                 for _ in 0..2000 {
-                    writer.send(&mut to, &mut Slices::new(&[message])).unwrap();
+                    sealer.send(&mut to, &mut Slices::new(&[message])).unwrap();
                 }
-                writer.close(&mut to).unwrap();
+                sealer.close(&mut to).unwrap();
             });
             scope.spawn(move || {
                 let mut got = vec![0; message.len()];
                 for _ in 0..2000 {
-                    reader.read_exact(&mut from, &mut got).unwrap();
+                    opener.read_exact(&mut from, &mut got).unwrap();
                     assert!(got == *message);
                 }
-                assert_eq!(reader.read(&mut from, &mut got).unwrap(), 0);
-                assert!(reader.is_closed());
+                assert_eq!(opener.read(&mut from, &mut got).unwrap(), 0);
+                assert!(opener.is_closed());
             });
         }
     });
@@ -128,7 +128,7 @@ fn a_new_key_is_made_at_its_interval_and_not_before() {
         .map(|_| {
             let mut sent = Vec::new();
             client
-                .writer
+                .sealer
                 .send(&mut sent, &mut Slices::new(&[[7]]))
                 .unwrap();
             sent.len()
@@ -140,34 +140,34 @@ fn a_new_key_is_made_at_its_interval_and_not_before() {
 #[test]
 fn a_request_for_new_keys_is_answered_before_the_next_data() {
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
-    let mut sent = record(&mut server.writer, HANDSHAKE, &[24, 0, 0, 1, 1]);
-    next_key(&mut server.writer);
+    let mut sent = record(&mut server.sealer, HANDSHAKE, &[24, 0, 0, 1, 1]);
+    next_key(&mut server.sealer);
     server
-        .writer
+        .sealer
         .send(&mut sent, &mut Slices::new(&["under the new key"]))
         .unwrap();
     let mut from = &sent[..];
     assert_eq!(
-        client.reader.plaintext(&mut from).unwrap(),
+        client.opener.plaintext(&mut from).unwrap(),
         b"under the new key"
     );
     let mut answer = Vec::new();
     client
-        .writer
+        .sealer
         .send(&mut answer, &mut Slices::new(&["a"]))
         .unwrap();
     assert_eq!(answer.len(), 27 + 23, "a KeyUpdate goes before");
     client
-        .writer
+        .sealer
         .send(&mut answer, &mut Slices::new(&["b"]))
         .unwrap();
     assert_eq!(answer.len(), 27 + 23 + 23, "and only once");
-    client.writer.close(&mut answer).unwrap();
-    assert_eq!(read_all(&mut server.reader, &answer).unwrap(), b"ab");
+    client.sealer.close(&mut answer).unwrap();
+    assert_eq!(read_all(&mut server.opener, &answer).unwrap(), b"ab");
     // The answer does not request one.
     let mut sent = Vec::new();
     server
-        .writer
+        .sealer
         .send(&mut sent, &mut Slices::new(&["c"]))
         .unwrap();
     assert_eq!(sent.len(), 23);
@@ -180,16 +180,16 @@ fn a_client_ignores_tickets_in_any_pieces_and_a_server_refuses_them() {
     let two = ticket.repeat(2);
     let mut sent = Vec::new();
     for piece in [&two[..2], &two[2..150], &two[150..206], &two[206..]] {
-        sent.extend(record(&mut server.writer, HANDSHAKE, piece));
+        sent.extend(record(&mut server.sealer, HANDSHAKE, piece));
     }
     server
-        .writer
+        .sealer
         .send(&mut sent, &mut Slices::new(&["data"]))
         .unwrap();
-    server.writer.close(&mut sent).unwrap();
-    assert_eq!(read_all(&mut client.reader, &sent).unwrap(), b"data");
-    let sent = record(&mut client.writer, HANDSHAKE, &ticket);
-    let error = read_all(&mut server.reader, &sent).unwrap_err();
+    server.sealer.close(&mut sent).unwrap();
+    assert_eq!(read_all(&mut client.opener, &sent).unwrap(), b"data");
+    let sent = record(&mut client.sealer, HANDSHAKE, &ticket);
+    let error = read_all(&mut server.opener, &sent).unwrap_err();
     assert!(
         matches!(
             error,
@@ -206,11 +206,11 @@ fn a_client_ignores_tickets_in_any_pieces_and_a_server_refuses_them() {
 fn refused(make: impl FnOnce(&mut End) -> Vec<u8>) -> RecordError {
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
     let sent = make(&mut server);
-    let error = read_all(&mut client.reader, &sent).unwrap_err();
+    let error = read_all(&mut client.opener, &sent).unwrap_err();
     let mut more = Vec::new();
     // The writer may have ended.
-    let _ = server.writer.send(&mut more, &mut Slices::new(&["more"]));
-    let after = client.reader.plaintext(&mut &more[..]);
+    let _ = server.sealer.send(&mut more, &mut Slices::new(&["more"]));
+    let after = client.opener.plaintext(&mut &more[..]);
     assert!(
         matches!(after, Err(RecordError::Failed)),
         "after {error}: {after:?}"
@@ -221,7 +221,7 @@ fn refused(make: impl FnOnce(&mut End) -> Vec<u8>) -> RecordError {
 #[test]
 fn unexpected_records_end_the_connection() {
     let handshake = |content: &'static [u8]| {
-        refused(move |server| record(&mut server.writer, HANDSHAKE, content))
+        refused(move |server| record(&mut server.sealer, HANDSHAKE, content))
     };
     for (content, is_message) in [
         (&[24, 0, 0, 2, 0, 0][..], true),
@@ -245,20 +245,20 @@ fn unexpected_records_end_the_connection() {
         );
     }
     for kind in [20, 24, 255] {
-        let error = refused(|server| record(&mut server.writer, kind, b"x"));
+        let error = refused(|server| record(&mut server.sealer, kind, b"x"));
         assert!(
             matches!(error, RecordError::Unexpected { what: "record", .. }),
             "{error}"
         );
     }
     // Type 0 is padding.
-    let error = refused(|server| record(&mut server.writer, 0, &[0; 9]));
+    let error = refused(|server| record(&mut server.sealer, 0, &[0; 9]));
     assert!(matches!(error, RecordError::NoType), "{error}");
-    let error = refused(|server| record(&mut server.writer, HANDSHAKE, &[]));
+    let error = refused(|server| record(&mut server.sealer, HANDSHAKE, &[]));
     assert!(matches!(error, RecordError::Unexpected { .. }), "{error}");
     let error = refused(|server| {
-        let mut begun = record(&mut server.writer, HANDSHAKE, &[4, 0, 0, 9, 1]);
-        begun.extend(record(&mut server.writer, APPLICATION_DATA, b"between"));
+        let mut begun = record(&mut server.sealer, HANDSHAKE, &[4, 0, 0, 9, 1]);
+        begun.extend(record(&mut server.sealer, APPLICATION_DATA, b"between"));
         begun
     });
     assert!(
@@ -266,7 +266,7 @@ fn unexpected_records_end_the_connection() {
         "{error}"
     );
     for empty in [&[][..], &[1], &[1, 0, 0]] {
-        let error = refused(|server| record(&mut server.writer, ALERT, empty));
+        let error = refused(|server| record(&mut server.sealer, ALERT, empty));
         assert!(
             matches!(error, RecordError::BadMessage { kind: ALERT, .. }),
             "{error}"
@@ -287,7 +287,7 @@ fn alerts_are_translated() {
         (120, "is not a Hotlift"),
         (200, "refused the connection"),
     ] {
-        let error = refused(|server| record(&mut server.writer, ALERT, &[2, number]));
+        let error = refused(|server| record(&mut server.sealer, ALERT, &[2, number]));
         assert!(error.to_string().starts_with("the other side "), "{error}");
         assert!(error.to_string().contains(words), "{error}");
     }
@@ -296,7 +296,7 @@ fn alerts_are_translated() {
 #[test]
 fn empty_records_are_counted() {
     let error = refused(|server| {
-        let empty = |_| record(&mut server.writer, APPLICATION_DATA, &[]);
+        let empty = |_| record(&mut server.sealer, APPLICATION_DATA, &[]);
         (0..40).flat_map(empty).collect()
     });
     assert!(matches!(error, RecordError::Idle { .. }), "{error}");
@@ -304,57 +304,57 @@ fn empty_records_are_counted() {
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
     let mut sent = Vec::new();
     for _ in 0..100 {
-        sent.extend(record(&mut server.writer, APPLICATION_DATA, &[]));
-        sent.extend(record(&mut server.writer, APPLICATION_DATA, b"x"));
+        sent.extend(record(&mut server.sealer, APPLICATION_DATA, &[]));
+        sent.extend(record(&mut server.sealer, APPLICATION_DATA, b"x"));
     }
-    server.writer.close(&mut sent).unwrap();
-    assert_eq!(read_all(&mut client.reader, &sent).unwrap(), [b'x'; 100]);
+    server.sealer.close(&mut sent).unwrap();
+    assert_eq!(read_all(&mut client.opener, &sent).unwrap(), [b'x'; 100]);
 }
 
 #[test]
 fn no_data_follows_a_close() {
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
     let mut sent = Vec::new();
-    client.writer.close(&mut sent).unwrap();
-    let after = client.writer.send(&mut sent, &mut Slices::new(&["x"]));
+    client.sealer.close(&mut sent).unwrap();
+    let after = client.sealer.send(&mut sent, &mut Slices::new(&["x"]));
     assert!(matches!(after, Err(RecordError::Ended)));
     assert!(matches!(
-        client.writer.close(&mut sent),
+        client.sealer.close(&mut sent),
         Err(RecordError::Ended)
     ));
-    assert_eq!(read_all(&mut server.reader, &sent).unwrap(), b"");
+    assert_eq!(read_all(&mut server.opener, &sent).unwrap(), b"");
     // The other direction continues.
     let mut sent = Vec::new();
     server
-        .writer
+        .sealer
         .send(&mut sent, &mut Slices::new(&["still"]))
         .unwrap();
-    server.writer.close(&mut sent).unwrap();
-    assert_eq!(read_all(&mut client.reader, &sent).unwrap(), b"still");
+    server.sealer.close(&mut sent).unwrap();
+    assert_eq!(read_all(&mut client.opener, &sent).unwrap(), b"still");
 }
 
 #[test]
 fn a_reader_is_ready_while_it_has_whole_records() {
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
-    let mut sent = record(&mut server.writer, APPLICATION_DATA, b"one");
-    sent.extend(record(&mut server.writer, APPLICATION_DATA, b"two"));
-    sent.extend(record(&mut server.writer, APPLICATION_DATA, b"cut"));
+    let mut sent = record(&mut server.sealer, APPLICATION_DATA, b"one");
+    sent.extend(record(&mut server.sealer, APPLICATION_DATA, b"two"));
+    sent.extend(record(&mut server.sealer, APPLICATION_DATA, b"cut"));
     sent.pop();
-    assert!(!client.reader.is_ready());
+    assert!(!client.opener.is_ready());
     let mut from = &sent[..];
     for word in [b"one", b"two"] {
-        assert_eq!(client.reader.plaintext(&mut from).unwrap(), word);
+        assert_eq!(client.opener.plaintext(&mut from).unwrap(), word);
         assert!(from.is_empty(), "all in one read");
-        assert!(client.reader.is_ready(), "its plaintext");
-        client.reader.consume(3);
+        assert!(client.opener.is_ready(), "its plaintext");
+        client.opener.consume(3);
         assert_eq!(
-            client.reader.is_ready(),
+            client.opener.is_ready(),
             word == b"one",
             "the record behind {word:?}"
         );
     }
-    assert!(client.reader.plaintext(&mut from).is_err());
-    assert!(client.reader.is_ready(), "an error needs no reading");
+    assert!(client.opener.plaintext(&mut from).is_err());
+    assert!(client.opener.is_ready(), "an error needs no reading");
 }
 
 #[test]
@@ -374,13 +374,13 @@ fn a_read_that_times_out_loses_nothing() {
     let [mut client, mut server] = ends(2, RECORDS_PER_KEY);
     let mut sent = Vec::new();
     server
-        .writer
+        .sealer
         .send(&mut sent, &mut Slices::new(&["all of it"]))
         .unwrap();
     let mut from = Slow(&sent, false);
     let mut late = 0;
     let got = loop {
-        match client.reader.plaintext(&mut from) {
+        match client.opener.plaintext(&mut from) {
             Ok(plaintext) => break plaintext.to_vec(),
             Err(RecordError::Io(_)) => late += 1,
             Err(error) => panic!("{error}"),

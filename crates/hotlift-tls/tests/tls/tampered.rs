@@ -17,20 +17,20 @@ impl Stream {
     fn new(cipher: usize) -> Self {
         let [_, mut server] = ends(cipher, RECORDS_PER_KEY);
         let mut records = Vec::new();
-        let writer = &mut server.writer;
+        let sealer = &mut server.sealer;
         for length in [1, 300, RECORD_PLAINTEXT, 2] {
             let data = vec![u8::try_from(length % 251).unwrap(); length];
-            records.push((record(writer, APPLICATION_DATA, &data), data));
+            records.push((record(sealer, APPLICATION_DATA, &data), data));
         }
-        records.push((record(writer, HANDSHAKE, &[4, 0, 0, 2, 1, 1]), Vec::new()));
-        records.push((record(writer, HANDSHAKE, &[24, 0, 0, 1, 0]), Vec::new()));
-        next_key(writer);
+        records.push((record(sealer, HANDSHAKE, &[4, 0, 0, 2, 1, 1]), Vec::new()));
+        records.push((record(sealer, HANDSHAKE, &[24, 0, 0, 1, 0]), Vec::new()));
+        next_key(sealer);
         records.push((
-            record(writer, APPLICATION_DATA, b"after"),
+            record(sealer, APPLICATION_DATA, b"after"),
             b"after".to_vec(),
         ));
         let mut end = Vec::new();
-        writer.close(&mut end).unwrap();
+        sealer.close(&mut end).unwrap();
         records.push((end, Vec::new()));
         Self { cipher, records }
     }
@@ -54,12 +54,12 @@ impl Stream {
         let mut from = bytes;
         let mut got = Vec::new();
         let outcome = loop {
-            match client.reader.plaintext(&mut from) {
+            match client.opener.plaintext(&mut from) {
                 Ok([]) => break Ok(()),
                 Ok(data) => {
                     got.extend_from_slice(data);
                     let n = data.len();
-                    client.reader.consume(n);
+                    client.opener.consume(n);
                 }
                 Err(error) => break Err(error),
             }
@@ -167,8 +167,8 @@ fn a_truncated_stream_is_not_complete() {
 #[test]
 fn a_record_of_the_other_direction_is_refused() {
     let [mut client, _] = ends(0, RECORDS_PER_KEY);
-    let own = record(&mut client.writer, APPLICATION_DATA, b"reflected");
-    let error = client.reader.plaintext(&mut &own[..]).unwrap_err();
+    let own = record(&mut client.sealer, APPLICATION_DATA, b"reflected");
+    let error = client.opener.plaintext(&mut &own[..]).unwrap_err();
     assert!(matches!(error, RecordError::Damaged), "{error}");
 }
 
@@ -177,7 +177,7 @@ fn an_unsealed_record_is_refused_by_its_first_byte() {
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
     let mut sent = Vec::new();
     server
-        .writer
+        .sealer
         .send(&mut sent, &mut Slices::new(&["x"]))
         .unwrap();
     for plain in [
@@ -185,7 +185,7 @@ fn an_unsealed_record_is_refused_by_its_first_byte() {
         &[20, 3, 3, 0, 1, 1],
         b"QEVM\0\0\0\x03",
     ] {
-        let error = client.reader.plaintext(&mut &plain[..]).unwrap_err();
+        let error = client.opener.plaintext(&mut &plain[..]).unwrap_err();
         assert!(
             matches!(error, RecordError::NotSealed { kind } if kind == plain[0]),
             "{error}"
@@ -197,13 +197,13 @@ fn an_unsealed_record_is_refused_by_its_first_byte() {
         let [high, low] = length.to_be_bytes();
         let [mut client, _] = ends(0, RECORDS_PER_KEY);
         let error = client
-            .reader
+            .opener
             .plaintext(&mut &[23, 3, 3, high, low, 0][..])
             .unwrap_err();
         assert!(
             matches!(error, RecordError::BadLength { .. }),
             "{length}: {error}"
         );
-        assert!(client.reader.memory() < 4096);
+        assert!(client.opener.memory() < 4096);
     }
 }
