@@ -46,7 +46,7 @@ pub fn serve(agent: &Arc<Agent>, listener: &Listener) -> io::Result<()> {
 }
 
 fn receive(conversation: &mut Conversation) -> Result<Option<PeerRequest>, ConversationError> {
-    if conversation.begun() == 0 {
+    if conversation.buffered_len() == 0 {
         match peek_class(conversation.stream()) {
             ConnectionClass::Partial => return Ok(None),
             ConnectionClass::Hello | ConnectionClass::Gone(_) => {}

@@ -35,9 +35,9 @@
 //!     let until = now + admission.shortened(max_wait, now);
 //!     wait_readable(&admission.polled(now).collect::<Vec<_>>(), Some(until));
 //!     admission.accept(Instant::now(), |one| one)?;
-//!     assert!(admission.room.take_late(Instant::now()).is_none());
-//!     let ready = admission.room.next_ready();
-//!     let class = ready.and_then(|number| admission.room.get(number).map(Admitted::classify));
+//!     assert!(admission.pending.take_late(Instant::now()).is_none());
+//!     let ready = admission.pending.next_ready();
+//!     let class = ready.and_then(|number| admission.pending.get(number).map(Admitted::classify));
 //!     match class {
 //!         None | Some(ConnectionClass::Partial) => {}
 //!         Some(class) => break class,

@@ -125,7 +125,7 @@ impl Listener {
     }
 
     /// Returns true if another listener accepts the connections first, and sends them to this one.
-    pub fn is_handed(&self) -> bool {
+    pub fn is_queue(&self) -> bool {
         matches!(self.bound, Bound::Queue(_))
     }
 

@@ -47,7 +47,7 @@ pub struct Admission<'a, S> {
     /// Handshakes in progress; `None` without TLS.
     handshakes: Option<Handshakes>,
     /// Connections that are not classified yet.
-    pub room: PendingConnections<S>,
+    pub pending: PendingConnections<S>,
 }
 
 /// A connection that was refused, or was admitted and then closed for a newer one.
@@ -55,7 +55,7 @@ pub enum Rejected<S> {
     /// The TLS handshake of the connection failed.
     Refused(Refused),
     /// The connection was replaced by a newer one, because too many were pending.
-    Left(S),
+    Replaced(S),
 }
 
 impl<'a, S: AsFd> Admission<'a, S> {
@@ -67,7 +67,7 @@ impl<'a, S: AsFd> Admission<'a, S> {
         Ok(Self {
             listener,
             handshakes: tls.map(Handshakes::new).transpose()?,
-            room: PendingConnections::new(limits)?,
+            pending: PendingConnections::new(limits)?,
         })
     }
 
@@ -84,7 +84,7 @@ impl<'a, S: AsFd> Admission<'a, S> {
         listener
             .into_iter()
             .chain(ended)
-            .chain([self.room.polled()])
+            .chain([self.pending.polled()])
     }
 
     /// Shortens the duration `wait` of a poll on [`Self::polled`], so that it ends at the next action that no descriptor
@@ -96,12 +96,12 @@ impl<'a, S: AsFd> Admission<'a, S> {
             _ if self.listener.has_returned() => Duration::ZERO,
             _ => wait,
         };
-        self.room.shortened(wait, now)
+        self.pending.shortened(wait, now)
     }
 
     /// Returns the accept times of the connections that are not classified yet.
     pub fn since(&self) -> impl Iterator<Item = Instant> + '_ {
-        let waiting = self.room.iter().map(|(_, since)| since);
+        let waiting = self.pending.iter().map(|(_, since)| since);
         let under_way = self.handshakes.iter().flat_map(|all| all.slots.since());
         waiting.chain(under_way)
     }
@@ -123,18 +123,18 @@ impl<'a, S: AsFd> Admission<'a, S> {
         now: Instant,
         connection: impl Fn(Admitted) -> S,
     ) -> io::Result<Vec<Rejected<S>>> {
-        let mut not_in = Vec::new();
+        let mut rejected = Vec::new();
         for one in self.take(now)? {
             match one {
                 Ok(one) => {
                     let since = one.since;
-                    let left = self.room.enter(connection(one), since)?;
-                    not_in.extend(left.map(Rejected::Left));
+                    let left = self.pending.enter(connection(one), since)?;
+                    rejected.extend(left.map(Rejected::Replaced));
                 }
-                Err(refused) => not_in.push(Rejected::Refused(refused)),
+                Err(refused) => rejected.push(Rejected::Refused(refused)),
             }
         }
-        Ok(not_in)
+        Ok(rejected)
     }
 
     /// Accepts the next connection if a handshake slot is available, and collects the finished handshakes.

@@ -94,7 +94,7 @@ impl<'a> Callers<'a> {
         if let Some(call) = self.read_request(read_request) {
             return Some(call);
         }
-        if let Some(conversation) = self.admission.room.take_late(Instant::now()) {
+        if let Some(conversation) = self.admission.pending.take_late(Instant::now()) {
             let waited = CALLERS.max_wait;
             let request = Err(DropReason::Silent { waited });
             return Some(Call {
@@ -113,22 +113,22 @@ impl<'a> Callers<'a> {
 
     /// Returns a client that has sent a complete request, or whose conversation failed; `None` if there is none.
     fn read_request<T>(&mut self, read_request: ReadRequest<'_, T>) -> Option<Call<T>> {
-        let room = &mut self.admission.room;
+        let pending = &mut self.admission.pending;
         loop {
-            let number = room.next_ready()?;
-            let conversation = room.get(number)?;
-            let begun = conversation.begun();
+            let number = pending.next_ready()?;
+            let conversation = pending.get(number)?;
+            let buffered_len = conversation.buffered_len();
             let request = match read_request(conversation) {
                 Ok(Some(request)) => Ok(request),
                 Ok(None) => {
-                    if conversation.begun() != begun {
-                        room.recheck(number);
+                    if conversation.buffered_len() != buffered_len {
+                        pending.recheck(number);
                     }
                     continue;
                 }
                 Err(error) => Err(error.into()),
             };
-            let (conversation, _) = room.remove(number)?;
+            let (conversation, _) = pending.remove(number)?;
             return Some(Call {
                 conversation,
                 request,
@@ -150,10 +150,10 @@ impl<'a> Callers<'a> {
 
     fn accept(&mut self) {
         match (self.admission).accept(Instant::now(), |one| Conversation::new(one.stream)) {
-            Ok(not_in) => {
-                for entered in not_in {
+            Ok(rejected) => {
+                for entered in rejected {
                     match entered {
-                        Rejected::Left(conversation) => self.left.push(conversation),
+                        Rejected::Replaced(conversation) => self.left.push(conversation),
                         Rejected::Refused(refused) => (self.report_failure)(&error_line(&refused)),
                     }
                 }

@@ -439,7 +439,7 @@ impl Stream {
 
     /// Returns true if the peers of both connections have the same IP address (TCP) or user (UNIX). Certificates are more
     /// precise, see [`Host`].
-    pub fn is_from_where(&self, other: &Self) -> bool {
+    pub fn has_same_peer_host(&self, other: &Self) -> bool {
         let user = |stream| socket_peercred(stream).map(|peer| peer.uid);
         match (&self.socket, &other.socket) {
             (Socket::Unix(one), Socket::Unix(other)) => {

@@ -106,10 +106,10 @@ impl<'a> AcceptLoop<'a> {
         self.accept()?;
         // If a token is required, a connection that does not begin with it is rejected.
         while self.pass.is_some()
-            && let Some(number) = self.admission.room.next_ready()
+            && let Some(number) = self.admission.pending.next_ready()
         {
             self.poll(number, None, &mut Vec::new());
-            let one = self.admission.room.get(number);
+            let one = self.admission.pending.get(number);
             if one.is_some_and(|one| one.has_passed) {
                 // The caller reads the next bytes of this connection.
                 break;
@@ -122,7 +122,7 @@ impl<'a> AcceptLoop<'a> {
     /// Returns `None` if there is no such connection.
     fn take_first(&mut self, fits: impl Fn(&Stream) -> bool) -> Option<Admitted> {
         let is_it = |one: &Admitted, _| one.has_passed && fits(&one.stream);
-        let first = self.admission.room.take_first(is_it);
+        let first = self.admission.pending.take_first(is_it);
         first.map(|(one, _)| one)
     }
 
@@ -157,7 +157,7 @@ impl<'a> AcceptLoop<'a> {
         }
         let mut arrivals = Vec::new();
         // In the order of arrival, because the first connection of a migration determines the host of all later connections.
-        while let Some(number) = self.admission.room.next_ready() {
+        while let Some(number) = self.admission.pending.next_ready() {
             self.poll(number, asked, &mut arrivals);
         }
         self.accept()?;
@@ -192,7 +192,7 @@ impl<'a> AcceptLoop<'a> {
         for entered in self.admission.accept(self.life.now(), enter)? {
             match entered {
                 Rejected::Refused(refused) => self.rejections.reject(&error_line(&refused)),
-                Rejected::Left(_) => self.rejections.reject("too many waiting connections"),
+                Rejected::Replaced(_) => self.rejections.reject("too many waiting connections"),
             }
         }
         Ok(())
@@ -201,7 +201,7 @@ impl<'a> AcceptLoop<'a> {
     /// Drops connections that have not identified themselves in time.
     fn drop_late(&mut self) {
         let now = self.life.now();
-        while self.admission.room.take_late(now).is_some() {
+        while self.admission.pending.take_late(now).is_some() {
             self.rejections
                 .reject("a connection that sent no complete opening in time");
         }
@@ -215,8 +215,8 @@ impl<'a> AcceptLoop<'a> {
         asked: Option<&QuerySubject<'_>>,
         arrivals: &mut Vec<Admitted>,
     ) {
-        let room = &mut self.admission.room;
-        let Some(one) = room.get(number) else {
+        let pending = &mut self.admission.pending;
+        let Some(one) = pending.get(number) else {
             return;
         };
         let head = one.classify();
@@ -226,9 +226,9 @@ impl<'a> AcceptLoop<'a> {
         let shows_pass =
             !one.has_passed && self.pass.as_ref().is_some_and(|it| it.is_presented_by(one));
         if shows_pass && one.consume_token() {
-            return room.recheck(number);
+            return pending.recheck(number);
         }
-        let Some((one, _)) = room.remove(number) else {
+        let Some((one, _)) = pending.remove(number) else {
             return;
         };
         let why = match head {

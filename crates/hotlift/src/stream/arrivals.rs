@@ -146,7 +146,7 @@ impl<'a> Arrivals<'a> {
         if !self.admits(stream) {
             return false;
         }
-        let is_beside = stream.is_from_where(main);
+        let is_beside = stream.has_same_peer_host(main);
         if !is_beside {
             let why = "a connection from another host than the main channel";
             self.rejections.reject(why);

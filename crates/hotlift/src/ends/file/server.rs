@@ -264,12 +264,12 @@ impl Server<'_> {
         let polled = admission.polled(now);
         let polled = polled.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
         wake_fd.poll(&mut polled.collect(), admission.shortened(LONG, now))?;
-        while let Some(number) = admission.room.next_ready() {
-            let one = admission.room.get(number);
+        while let Some(number) = admission.pending.next_ready() {
+            let one = admission.pending.get(number);
             let Some(opening) = one.and_then(|one| opening(&one.stream)) else {
                 continue;
             };
-            let Some((Admitted { stream, .. }, _)) = admission.room.remove(number) else {
+            let Some((Admitted { stream, .. }, _)) = admission.pending.remove(number) else {
                 continue;
             };
             match opening {
@@ -285,7 +285,7 @@ impl Server<'_> {
             }
         }
         let now = self.control.life().now();
-        while let Some(late) = admission.room.take_late(now) {
+        while let Some(late) = admission.pending.take_late(now) {
             let error = ServerError::Connection(io::ErrorKind::TimedOut.into());
             self.refused(&late.stream, error_line(&error));
         }
@@ -296,7 +296,7 @@ impl Server<'_> {
                     host: refused.from,
                 }),
                 // Closed in favour of a newer connection, because it was silent for the longest time: not reported.
-                Rejected::Left(_) => {}
+                Rejected::Replaced(_) => {}
             }
         }
         Ok(())

@@ -318,7 +318,7 @@ impl<'a> QemuConnections<'a> {
 
 /// Returns the delay for this listener: [`SETTLE`], [`SETTLE_HANDED`] or [`SETTLE_TCP`].
 fn settle_at(listener: &Listener) -> Duration {
-    match (listener.is_local(), listener.is_handed()) {
+    match (listener.is_local(), listener.is_queue()) {
         (true, false) => SETTLE,
         (true, true) => SETTLE_HANDED,
         (false, _) if listener.is_loopback() => SETTLE_HANDED,

@@ -271,7 +271,7 @@ fn run(seed: u64) -> usize {
                 arrived.push(arrival);
             }
             assert!(
-                accept_loop.admission.room.iter().count() <= 64,
+                accept_loop.admission.pending.iter().count() <= 64,
                 "seed {seed}"
             );
         }
