@@ -112,12 +112,12 @@ pub trait MemberDevice: Send {
     /// Returns the maximum number of uncompressed bytes in one gzip member.
     fn largest_member(&self) -> usize;
 
-    /// Compresses or decompresses all of `bytes` and returns the output. `pages` is the uncompressed size in bytes.
+    /// Compresses or decompresses all of `bytes` and returns the output. `uncompressed_len` is the uncompressed size in bytes.
     ///
     /// # Errors
     ///
     /// [`MemberFailure`] if the device is busy, does not answer in time, or fails.
-    fn run(&mut self, bytes: &[u8], pages: usize) -> Result<&[u8], MemberFailure>;
+    fn run(&mut self, bytes: &[u8], uncompressed_len: usize) -> Result<&[u8], MemberFailure>;
 
     /// Leaks the device and all memory that it may still write to.
     fn abandon(self: Box<Self>);

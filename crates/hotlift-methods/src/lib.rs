@@ -85,7 +85,7 @@ mod zstd;
 
 pub use accelerator::{Accelerator, EncoderSettings, Jobs, NOT_BUILT_IN, RunsOn};
 pub use error::MethodError;
-pub use lz4::left_of;
+pub use lz4::compressed_ratio;
 pub use memory::{MemoryLimit, OverMemoryLimit};
 pub use table::{AUTO, METHODS, MethodInfo, Unit, method, selection, selections};
 pub use zstd::WINDOW_LOG_MAX as ZSTD_WINDOW_LOG_MAX;

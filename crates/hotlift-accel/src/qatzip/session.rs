@@ -118,15 +118,17 @@ impl Session {
         }))
     }
 
-    fn compressed_length(&mut self, bytes: u32, pages: usize) -> Result<usize, String> {
+    fn compressed_length(&mut self, bytes: u32, uncompressed_len: usize) -> Result<usize, String> {
         // SAFETY: a session that is set up.
         let room = unsafe { (self.library.qzMaxCompressedLength)(bytes, &raw mut *self.raw) };
         let room = room as usize;
         // libqatzip 1.3.1 and 2.0.0 return 9/8 of the input and a little more.
-        if (pages..=2 * pages + PAGE_SIZE).contains(&room) {
+        if (uncompressed_len..=2 * uncompressed_len + PAGE_SIZE).contains(&room) {
             Ok(room)
         } else {
-            Err(format!("qzMaxCompressedLength returned {room} for {pages}"))
+            Err(format!(
+                "qzMaxCompressedLength returned {room} for {uncompressed_len}"
+            ))
         }
     }
 
@@ -147,12 +149,14 @@ impl MemberDevice for Session {
         }
     }
 
-    fn run(&mut self, bytes: &[u8], pages: usize) -> Result<&[u8], MemberFailure> {
+    fn run(&mut self, bytes: &[u8], uncompressed_len: usize) -> Result<&[u8], MemberFailure> {
         let length = |bytes: usize| u32::try_from(bytes).map_err(|_| "too large".to_owned());
         let mut taken = length(bytes.len())?;
         let room = match self.direction {
-            Direction::Compress => self.compressed_length(length(pages)?, pages)?,
-            Direction::Decompress => pages,
+            Direction::Compress => {
+                self.compressed_length(length(uncompressed_len)?, uncompressed_len)?
+            }
+            Direction::Decompress => uncompressed_len,
         };
         let mut given = length(room)?;
         self.input.hold(self.library, bytes.len())?;

@@ -13,7 +13,7 @@
 mod decode;
 mod encode;
 
-pub use encode::left_of;
+pub use encode::compressed_ratio;
 
 use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError};
 

@@ -28,7 +28,7 @@ pub(crate) struct Service {
     in_flight: Box<[bool]>,
     /// Consecutive failures.
     failures: u32,
-    refused: u32,
+    full_queue_pages: u32,
     last_failure: Option<PageFailure>,
     /// Reason to abandon the device as soon as no job is in flight.
     fallback_reason: Option<String>,
@@ -72,7 +72,7 @@ impl Service {
             direction,
             in_flight: vec![false; slots].into_boxed_slice(),
             failures: 0,
-            refused: 0,
+            full_queue_pages: 0,
             last_failure: None,
             fallback_reason: None,
             runs_on,
@@ -91,7 +91,7 @@ impl Service {
             service: self,
             inputs: inputs.peekable(),
             offered: 0,
-            refused: false,
+            was_rejected: false,
             page: 0,
         }
     }
@@ -121,7 +121,7 @@ impl Service {
         match unsafe { device.submit(slot, input) } {
             Submitted::Accepted => {
                 self.in_flight[slot] = true;
-                self.refused = 0;
+                self.full_queue_pages = 0;
             }
             Submitted::Busy => return false,
             Submitted::Failed(failure) => self.failed(failure),
@@ -166,8 +166,8 @@ impl Service {
 
     /// Counts a page that a full queue rejected.
     fn was_full(&mut self) {
-        self.refused += 1;
-        if self.refused >= REFUSED {
+        self.full_queue_pages += 1;
+        if self.full_queue_pages >= REFUSED {
             let reason = format!("its queue was full for {REFUSED} pages in a row");
             self.fallback_reason.get_or_insert(reason);
         }
@@ -212,7 +212,7 @@ pub(crate) struct Packet<'s, 'i, I: Iterator<Item = Option<&'i [u8]>>> {
     /// Pages submitted to the device or skipped.
     offered: usize,
     /// True if a full queue has already rejected the next page.
-    refused: bool,
+    was_rejected: bool,
     /// Pages returned to the caller.
     page: usize,
 }
@@ -268,7 +268,7 @@ impl<'i, I: Iterator<Item = Option<&'i [u8]>>> Packet<'_, 'i, I> {
             None => return false,
             Some(None) => {}
             Some(Some(input)) => {
-                if std::mem::replace(&mut self.refused, true) {
+                if std::mem::replace(&mut self.was_rejected, true) {
                     self.service.jobs.retries += 1;
                 }
                 // SAFETY: the input lives for 'i, which is longer than this value. Dropping this value collects the job.
@@ -284,7 +284,7 @@ impl<'i, I: Iterator<Item = Option<&'i [u8]>>> Packet<'_, 'i, I> {
     fn pass(&mut self) {
         self.inputs.next();
         self.offered += 1;
-        self.refused = false;
+        self.was_rejected = false;
     }
 }
 

@@ -97,14 +97,14 @@ impl Device {
     pub(super) fn run(
         &mut self,
         bytes: &[u8],
-        pages: usize,
+        uncompressed_len: usize,
         mut accept: impl FnMut(&[u8]) -> Result<(), &'static str>,
     ) -> bool {
         for offer in 0..=RETRIES {
             let Some(session) = &mut self.session else {
                 return false;
             };
-            let taken = session.run(bytes, pages).and_then(|output| {
+            let taken = session.run(bytes, uncompressed_len).and_then(|output| {
                 accept(output).map_err(|why| MemberFailure::Failed(why.to_owned()))
             });
             match taken {

@@ -32,7 +32,7 @@ pub(super) struct Decoder {
     context: NonNull<ZSTD_DCtx>,
     state: State,
     /// Number of input bytes that the streaming decoder expects next, from its last call.
-    wants: usize,
+    expected_input: usize,
     /// Buffer for the pages of a closed frame if they are not contiguous. Grows to the largest packet.
     scratch: Vec<u8>,
     /// Declared after the context, which must be dropped first.
@@ -65,7 +65,7 @@ impl Decoder {
         let decoder = Self {
             context,
             state: State::BetweenFrames,
-            wants: 0,
+            expected_input: 0,
             scratch: Vec::new(),
             memory,
         };
@@ -166,7 +166,7 @@ impl Decoder {
                 left: input.size - input.pos,
             });
         }
-        if self.wants != FRAME_ENDED && self.wants != BLOCK_HEADER {
+        if self.expected_input != FRAME_ENDED && self.expected_input != BLOCK_HEADER {
             return Err(MethodError::NotFlushed {
                 method: NAME,
                 payload: payload.len(),
@@ -186,7 +186,7 @@ impl Decoder {
             let before = (input.pos, output.pos);
             // SAFETY: the context is live and exclusive (`&mut self`); `input` is a slice that outlives the call, and the
             // extent is memory that this call may write.
-            let wants = check(unsafe {
+            let expected_input = check(unsafe {
                 ZSTD_decompressStream(self.context.as_ptr(), &raw mut output, &raw mut *input)
             })
             .map_err(|reason| match self.memory.refused() {
@@ -201,8 +201,8 @@ impl Decoder {
             if (input.pos, output.pos) == before {
                 break;
             }
-            self.wants = wants;
-            self.state = if wants == FRAME_ENDED {
+            self.expected_input = expected_input;
+            self.state = if expected_input == FRAME_ENDED {
                 State::BetweenFrames
             } else {
                 State::InFrame

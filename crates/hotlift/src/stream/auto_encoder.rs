@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::{PAGE_SIZE, RunQueue, thread_cpu_time};
-use hotlift_methods::{Accelerator, EncoderSettings, left_of};
+use hotlift_methods::{Accelerator, EncoderSettings, compressed_ratio};
 use hotlift_net::transport::{MAX_UNSENT, Stream};
 use hotlift_wire::multifd::Method;
 
@@ -133,7 +133,7 @@ impl<'a> AutoEncoder<'a> {
     fn class_of(&mut self, pages: Pages<'_, '_>) -> Class {
         self.sample.clear();
         pages.sample(SAMPLE_PAGES, &mut self.sample);
-        Class::of(left_of(&self.sample, &mut self.room))
+        Class::of(compressed_ratio(&self.sample, &mut self.room))
     }
 
     /// Returns the method that the packet's header names.
