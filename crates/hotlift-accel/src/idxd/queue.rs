@@ -96,16 +96,16 @@ pub fn open(root: &Path, path: &Path, cpu: CpuFeatures) -> Result<zero::Device, 
     let file = OpenOptions::new().read(true).write(true).open(&node);
     let file = file.map_err(opened)?;
     let mode = queue.mode.unwrap_or(Mode::Shared);
-    let entrance = enter(file, mode, queue.size.unwrap_or(1), cpu).map_err(opened)?;
-    entrance.prove(path, PROBE_TIMEOUT)?;
+    let access = open_portal(file, mode, queue.size.unwrap_or(1), cpu).map_err(opened)?;
+    access.test_no_op(path, PROBE_TIMEOUT)?;
     let longest = [queue.max_batch_size, device.max_batch_size];
     let longest = longest.into_iter().flatten().min();
     Ok(zero::Device {
         name: path.display().to_string(),
         max_batch: longest
-            .filter(|_| takes_batches(&*entrance.portal, PROBE_TIMEOUT))
+            .filter(|_| takes_batches(&*access.portal, PROBE_TIMEOUT))
             .unwrap_or(0),
-        portal: entrance.portal,
+        portal: access.portal,
         node: device.place.numa_node,
     })
 }
@@ -147,11 +147,11 @@ impl Node for File {
 pub(crate) struct QueueAccess {
     pub portal: Box<dyn Portal>,
     /// Reason why the portal is not mapped; `None` if it is mapped.
-    pub written: Option<io::Error>,
+    pub map_error: Option<io::Error>,
 }
 
 /// Returns a mapped portal if CPU and kernel permit it, and otherwise a portal through `write`.
-pub(crate) fn enter(
+pub(crate) fn open_portal(
     node: impl Node,
     mode: Mode,
     entries: u32,
@@ -173,12 +173,12 @@ pub(crate) fn enter(
     match mapped {
         Ok(portal) => Ok(QueueAccess {
             portal,
-            written: None,
+            map_error: None,
         }),
         // Since May 2024 mapping requires CAP_SYS_RAWIO on most devices; writing does not.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(QueueAccess {
             portal: node.write(),
-            written: Some(error),
+            map_error: Some(error),
         }),
         Err(error) => Err(error),
     }
@@ -186,7 +186,7 @@ pub(crate) fn enter(
 
 impl QueueAccess {
     /// Tests the device with a no-op, which must complete within the timeout `within`.
-    pub(crate) fn prove(&self, path: &Path, within: Duration) -> Result<(), QueueError> {
+    pub(crate) fn test_no_op(&self, path: &Path, within: Duration) -> Result<(), QueueError> {
         let record = leaked(Record::default());
         let answer = match answer(&*self.portal, &Descriptor::noop(record), record, within) {
             Ok(Completion::Done { .. }) => return Ok(()),
@@ -194,7 +194,7 @@ impl QueueAccess {
             Ok(other) => format!("{other:?}"),
             Err(what) => what,
         };
-        let what = match &self.written {
+        let what = match &self.map_error {
             None => answer,
             Some(error) => format!(
                 "{answer}, by write, which kernels have from 6.10 on; it cannot be mapped: {error} \

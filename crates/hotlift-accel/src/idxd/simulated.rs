@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use super::descriptor::{Descriptor, Opcode};
 use super::model::{Behaviour, Model};
 use super::portal::{Portal, Submitted};
-use super::queue::{Node, QueueError, enter, takes_batches};
+use super::queue::{Node, QueueError, open_portal, takes_batches};
 use super::{CpuFeatures, Mode, zero};
 
 /// Timeout of the no-op test. It is long because a busy host may delay the model's thread.
@@ -32,18 +32,18 @@ pub fn open(behaviour: Behaviour) -> Result<zero::Device, QueueError> {
         waitpkg: false,
     };
     let model = Model::new(behaviour);
-    let enter = |running| {
-        enter(running, Mode::Shared, 1, cpu).map_err(|source| QueueError::Open {
+    let open_portal = |running| {
+        open_portal(running, Mode::Shared, 1, cpu).map_err(|source| QueueError::Open {
             path: path.to_owned(),
             source,
         })
     };
-    let sound = enter(Running::start(model.without_faults()))?;
-    sound.prove(path, MODEL_PROBE_TIMEOUT)?;
+    let sound = open_portal(Running::start(model.without_faults()))?;
+    sound.test_no_op(path, MODEL_PROBE_TIMEOUT)?;
     let batches = takes_batches(&*sound.portal, MODEL_PROBE_TIMEOUT);
     Ok(zero::Device {
         name: "simulated DSA".to_owned(),
-        portal: enter(Running::start(model))?.portal,
+        portal: open_portal(Running::start(model))?.portal,
         max_batch: if batches { behaviour.max_batch } else { 0 },
         node: None,
     })
@@ -140,7 +140,7 @@ mod tests {
             ..CpuFeatures::default()
         };
         let running = Running::start(Model::new(behaviour));
-        work(&enter(running, Mode::Shared, 1, cpu).expect("a way in"))
+        work(&open_portal(running, Mode::Shared, 1, cpu).expect("a way in"))
     }
 
     const SOUND: Behaviour = Behaviour::SOUND;
@@ -153,14 +153,11 @@ mod tests {
             ..SOUND
         };
         for (behaviour, batches) in [(SOUND, true), (no_batches, false)] {
-            with(behaviour, |entrance| {
-                entrance
-                    .prove(path, MODEL_PROBE_TIMEOUT)
+            with(behaviour, |access| {
+                access
+                    .test_no_op(path, MODEL_PROBE_TIMEOUT)
                     .expect("a sound device");
-                assert_eq!(
-                    takes_batches(&*entrance.portal, MODEL_PROBE_TIMEOUT),
-                    batches
-                );
+                assert_eq!(takes_batches(&*access.portal, MODEL_PROBE_TIMEOUT), batches);
             });
         }
         for (fault, says, within) in [
@@ -182,13 +179,13 @@ mod tests {
             ),
             (Behaviour { depth: 0, ..SOUND }, "full", PROBE_TIMEOUT),
         ] {
-            with(fault, |entrance| {
-                let error = entrance
-                    .prove(path, within)
+            with(fault, |access| {
+                let error = access
+                    .test_no_op(path, within)
                     .expect_err("no device")
                     .to_string();
                 assert!(error.contains(says) && error.contains("wq0.0"), "{error}");
-                assert!(!takes_batches(&*entrance.portal, within));
+                assert!(!takes_batches(&*access.portal, within));
             });
         }
     }
@@ -200,11 +197,13 @@ mod tests {
             unmapped: true,
             ..SOUND
         };
-        with(unmapped, |entrance| {
-            assert!(entrance.written.is_some());
-            entrance.prove(path, MODEL_PROBE_TIMEOUT).expect("by write");
+        with(unmapped, |access| {
+            assert!(access.map_error.is_some());
+            access
+                .test_no_op(path, MODEL_PROBE_TIMEOUT)
+                .expect("by write");
             assert!(
-                takes_batches(&*entrance.portal, MODEL_PROBE_TIMEOUT),
+                takes_batches(&*access.portal, MODEL_PROBE_TIMEOUT),
                 "the kernel lets them pass"
             );
         });
@@ -212,26 +211,28 @@ mod tests {
             unbatched: true,
             ..unmapped
         };
-        with(single, |entrance| {
-            entrance.prove(path, MODEL_PROBE_TIMEOUT).expect("by write");
-            assert!(!takes_batches(&*entrance.portal, MODEL_PROBE_TIMEOUT));
+        with(single, |access| {
+            access
+                .test_no_op(path, MODEL_PROBE_TIMEOUT)
+                .expect("by write");
+            assert!(!takes_batches(&*access.portal, MODEL_PROBE_TIMEOUT));
         });
         // A mapped portal submits batches to the device even if the kernel accepts none.
         let mapped = Behaviour {
             unmapped: false,
             ..single
         };
-        with(mapped, |entrance| {
-            assert!(entrance.written.is_none());
-            assert!(takes_batches(&*entrance.portal, MODEL_PROBE_TIMEOUT));
+        with(mapped, |access| {
+            assert!(access.map_error.is_none());
+            assert!(takes_batches(&*access.portal, MODEL_PROBE_TIMEOUT));
         });
         let neither = Behaviour {
             unwritten: true,
             ..unmapped
         };
-        with(neither, |entrance| {
-            let error = entrance
-                .prove(path, MODEL_PROBE_TIMEOUT)
+        with(neither, |access| {
+            let error = access
+                .test_no_op(path, MODEL_PROBE_TIMEOUT)
                 .expect_err("no way in")
                 .to_string();
             assert!(
@@ -264,8 +265,8 @@ mod tests {
                 waitpkg: true,
             };
             for cpu in [CpuFeatures::default(), other] {
-                let entrance = enter(Unmappable, mode, 1, cpu).expect("by write");
-                assert!(entrance.written.is_some());
+                let access = open_portal(Unmappable, mode, 1, cpu).expect("by write");
+                assert!(access.map_error.is_some());
             }
         }
     }

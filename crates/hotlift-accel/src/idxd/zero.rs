@@ -68,7 +68,7 @@ pub struct ZeroJobs {
 pub struct ZeroFinder {
     devices: Vec<Service>,
     next: AtomicUsize,
-    flights: Mutex<InFlightBatches>,
+    in_flight: Mutex<InFlightBatches>,
     more: Condvar,
     hardware: AtomicU64,
     software: AtomicU64,
@@ -82,10 +82,10 @@ pub struct ZeroFinder {
 struct InFlightBatches {
     list: Vec<(Box<BatchMemory>, Arc<Slot>)>,
     /// Batches that are being submitted, and are not in the list yet.
-    coming: usize,
+    submitting: usize,
     closed: bool,
     /// True if the completion thread has ended.
-    deaf: bool,
+    poller_ended: bool,
 }
 
 /// A device and its service state.
@@ -101,7 +101,7 @@ struct Service {
 /// Place through which the completion thread returns a batch to its channel.
 #[derive(Default)]
 struct Slot {
-    landed: Mutex<Option<BatchReturn>>,
+    returned: Mutex<Option<BatchReturn>>,
     wake: Condvar,
 }
 
@@ -138,7 +138,7 @@ unsafe impl Send for BatchMemory {}
 /// A channel's batch of pages, reused from packet to packet. Dropping the value waits until the device has finished.
 pub struct ZeroBatch<'a> {
     finder: &'a ZeroFinder,
-    flight: Option<Box<BatchMemory>>,
+    batch: Option<Box<BatchMemory>>,
     slot: Arc<Slot>,
     /// Maximum number of pages in the batch.
     room: usize,
@@ -153,7 +153,7 @@ pub enum PageResult {
     /// The page is not zero.
     Normal,
     /// The bytes before this offset are zero; the CPU must check the rest of the page.
-    LookFrom(usize),
+    CheckFrom(usize),
 }
 
 impl ZeroFinder {
@@ -177,7 +177,7 @@ impl ZeroFinder {
         Self {
             devices: devices.into_iter().map(service).collect(),
             next: AtomicUsize::new(0),
-            flights: Mutex::default(),
+            in_flight: Mutex::default(),
             more: Condvar::new(),
             hardware: AtomicU64::new(0),
             software: AtomicU64::new(0),
@@ -192,7 +192,7 @@ impl ZeroFinder {
     pub fn batch(&self, pages: usize) -> ZeroBatch<'_> {
         ZeroBatch {
             finder: self,
-            flight: Some(BatchMemory::new(pages)),
+            batch: Some(BatchMemory::new(pages)),
             slot: Arc::default(),
             room: pages,
             pages: PhantomData,
@@ -225,7 +225,9 @@ impl ZeroFinder {
     }
 
     fn lock(&self) -> MutexGuard<'_, InFlightBatches> {
-        self.flights.lock().unwrap_or_else(PoisonError::into_inner)
+        self.in_flight
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends [`ZeroFinder::listen`] as soon as no batch is in flight. The CPU checks batches that are submitted later.
@@ -237,71 +239,71 @@ impl ZeroFinder {
     /// Returns every completed batch to its channel, until [`ZeroFinder::close`] is called. The completion thread runs this
     /// function.
     pub fn listen(&self) {
-        let mut flying = PolledBatches {
+        let mut polled = PolledBatches {
             finder: self,
             list: Vec::new(),
         };
-        let PolledBatches { list: flying, .. } = &mut flying;
+        let PolledBatches { list: polled, .. } = &mut polled;
         loop {
-            let mut flights = self.lock();
-            while flights.list.is_empty() && flying.is_empty() {
-                if flights.closed && flights.coming == 0 {
+            let mut in_flight = self.lock();
+            while in_flight.list.is_empty() && polled.is_empty() {
+                if in_flight.closed && in_flight.submitting == 0 {
                     return;
                 }
-                flights = self
+                in_flight = self
                     .more
-                    .wait(flights)
+                    .wait(in_flight)
                     .unwrap_or_else(PoisonError::into_inner);
             }
-            flying.append(&mut flights.list);
-            drop(flights);
+            polled.append(&mut in_flight.list);
+            drop(in_flight);
             // Removes only completed batches; the rest keeps its order.
             let mut at = 0;
-            while at < flying.len() {
-                match self.poll(&flying[at].0) {
-                    PollResult::Flies => at += 1,
-                    PollResult::Landed => {
-                        self.completed(&flying[at].0);
-                        let (flight, slot) = flying.remove(at);
-                        slot.put(BatchReturn::Done(flight));
+            while at < polled.len() {
+                match self.poll(&polled[at].0) {
+                    PollResult::Pending => at += 1,
+                    PollResult::Complete => {
+                        self.completed(&polled[at].0);
+                        let (batch, slot) = polled.remove(at);
+                        slot.put(BatchReturn::Done(batch));
                     }
-                    PollResult::Late => {
-                        let (flight, slot) = flying.remove(at);
-                        let service = &self.devices[flight.device];
+                    PollResult::TimedOut => {
+                        let (batch, slot) = polled.remove(at);
+                        let service = &self.devices[batch.device];
                         let _ = service
                             .out
                             .set(format!("no answer within {:?}", self.deadline));
-                        slot.lose(flight);
+                        slot.lose(batch);
                     }
                 }
             }
             // The oldest batch probably completes first.
-            let mut heads = flying.iter().flat_map(|(flight, _)| flight.head_records());
+            let mut heads = polled.iter().flat_map(|(batch, _)| batch.head_records());
             if let Some(record) = heads.find(|record| record.read() == Completion::Pending) {
                 self.waiter.wait(record);
             }
         }
     }
 
-    fn poll(&self, flight: &BatchMemory) -> PollResult {
+    fn poll(&self, batch: &BatchMemory) -> PollResult {
         // The time is read first: a thread that was not scheduled for long must not count a completed batch as lost.
-        let late = flight
+        let late = batch
             .begun
             .is_some_and(|begun| begun.elapsed() >= self.deadline);
-        let mut heads = flight.head_records();
+        let mut heads = batch.head_records();
         if heads.all(|record| record.read() != Completion::Pending) {
-            return PollResult::Landed;
+            return PollResult::Complete;
         }
         if late {
-            PollResult::Late
+            PollResult::TimedOut
         } else {
-            PollResult::Flies
+            PollResult::Pending
         }
     }
 
-    fn completed(&self, flight: &BatchMemory) {
-        for _ in &flight.heads {
-            self.devices[flight.device].device.portal.completed();
+    fn completed(&self, batch: &BatchMemory) {
+        for _ in &batch.heads {
+            self.devices[batch.device].device.portal.completed();
         }
     }
 
@@ -329,12 +331,12 @@ struct PolledBatches<'a> {
 
 impl Drop for PolledBatches<'_> {
     fn drop(&mut self) {
-        let mut flights = self.finder.lock();
-        flights.deaf = true;
-        self.list.append(&mut flights.list);
-        drop(flights);
-        for (flight, slot) in self.list.drain(..) {
-            slot.lose(flight);
+        let mut in_flight = self.finder.lock();
+        in_flight.poller_ended = true;
+        self.list.append(&mut in_flight.list);
+        drop(in_flight);
+        for (batch, slot) in self.list.drain(..) {
+            slot.lose(batch);
         }
     }
 }
@@ -343,24 +345,24 @@ impl Drop for PolledBatches<'_> {
 struct Submission<'a> {
     finder: &'a ZeroFinder,
     slot: &'a Slot,
-    flight: Option<Box<BatchMemory>>,
+    batch: Option<Box<BatchMemory>>,
 }
 
 impl Drop for Submission<'_> {
     fn drop(&mut self) {
         // The submission panicked; the device may have accepted descriptors.
-        if let Some(flight) = self.flight.take() {
-            self.slot.lose(flight);
+        if let Some(batch) = self.batch.take() {
+            self.slot.lose(batch);
         }
-        self.finder.lock().coming -= 1;
+        self.finder.lock().submitting -= 1;
         self.finder.more.notify_one();
     }
 }
 
 enum PollResult {
-    Flies,
-    Landed,
-    Late,
+    Pending,
+    Complete,
+    TimedOut,
 }
 
 impl Service {
@@ -374,27 +376,27 @@ impl Service {
 }
 
 impl Slot {
-    fn put(&self, landing: BatchReturn) {
-        *self.landed.lock().unwrap_or_else(PoisonError::into_inner) = Some(landing);
+    fn put(&self, batch: BatchReturn) {
+        *self.returned.lock().unwrap_or_else(PoisonError::into_inner) = Some(batch);
         self.wake.notify_all();
     }
 
     /// Leaks the memory of a batch, to which a device may still write, and returns the batch to its channel as lost.
-    fn lose(&self, flight: Box<BatchMemory>) {
-        let pages = flight.pages.len();
-        std::mem::forget(flight);
+    fn lose(&self, batch: Box<BatchMemory>) {
+        let pages = batch.pages.len();
+        std::mem::forget(batch);
         self.put(BatchReturn::Lost(pages));
     }
 
     fn wait(&self) -> BatchReturn {
-        let mut landed = self.landed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut returned = self.returned.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            if let Some(landing) = landed.take() {
-                return landing;
+            if let Some(batch) = returned.take() {
+                return batch;
             }
-            landed = self
+            returned = self
                 .wake
-                .wait(landed)
+                .wait(returned)
                 .unwrap_or_else(PoisonError::into_inner);
         }
     }
@@ -445,73 +447,73 @@ impl<'a> ZeroBatch<'a> {
     /// If the batch is in flight or full, or the page has another size.
     pub fn push(&mut self, page: GuestRun<'a>) {
         assert_eq!(page.len(), PAGE_SIZE, "a page");
-        let Some(flight) = &mut self.flight else {
+        let Some(batch) = &mut self.batch else {
             panic!("a batch in flight takes no page");
         };
-        assert!(flight.pages.len() < self.room, "a full batch takes no page");
-        flight.pages.push(Page(page.as_ptr()));
+        assert!(batch.pages.len() < self.room, "a full batch takes no page");
+        batch.pages.push(Page(page.as_ptr()));
     }
 
     /// Submits the pages to a device and returns without waiting. Does nothing if the batch is in flight.
     pub fn submit(&mut self) {
-        let Some(mut flight) = self.flight.take() else {
+        let Some(mut batch) = self.batch.take() else {
             return;
         };
-        flight.heads.clear();
-        let mut flights = self.finder.lock();
-        let listened_to = !flights.closed && !flights.deaf;
-        let Some(device) = self.finder.choose().filter(|_| listened_to) else {
-            drop(flights);
-            return self.slot.put(BatchReturn::Done(flight));
+        batch.heads.clear();
+        let mut in_flight = self.finder.lock();
+        let is_polled = !in_flight.closed && !in_flight.poller_ended;
+        let Some(device) = self.finder.choose().filter(|_| is_polled) else {
+            drop(in_flight);
+            return self.slot.put(BatchReturn::Done(batch));
         };
-        flights.coming += 1;
-        drop(flights);
-        flight.device = device;
-        let mut leaving = Submission {
+        in_flight.submitting += 1;
+        drop(in_flight);
+        batch.device = device;
+        let mut submission = Submission {
             finder: self.finder,
             slot: &self.slot,
-            flight: Some(flight),
+            batch: Some(batch),
         };
-        let Some(flight) = &mut leaving.flight else {
+        let Some(batch) = &mut submission.batch else {
             return;
         };
-        self.submit_to(flight);
-        flight.begun = Some(Instant::now());
-        let Some(flight) = leaving.flight.take() else {
+        self.submit_to(batch);
+        batch.begun = Some(Instant::now());
+        let Some(batch) = submission.batch.take() else {
             return;
         };
-        if flight.heads.is_empty() {
-            return self.slot.put(BatchReturn::Done(flight));
+        if batch.heads.is_empty() {
+            return self.slot.put(BatchReturn::Done(batch));
         }
-        let mut flights = self.finder.lock();
-        if flights.deaf {
-            drop(flights);
-            return self.slot.lose(flight);
+        let mut in_flight = self.finder.lock();
+        if in_flight.poller_ended {
+            drop(in_flight);
+            return self.slot.lose(batch);
         }
-        flights.list.push((flight, Arc::clone(&self.slot)));
+        in_flight.list.push((batch, Arc::clone(&self.slot)));
     }
 
-    fn submit_to(&self, flight: &mut BatchMemory) {
-        let service = &self.finder.devices[flight.device];
+    fn submit_to(&self, batch: &mut BatchMemory) {
+        let service = &self.finder.devices[batch.device];
         let device = &service.device;
-        for (at, page) in flight.pages.iter().enumerate() {
-            let record = &flight.records[at];
+        for (at, page) in batch.pages.iter().enumerate() {
+            let record = &batch.records[at];
             record.clear();
-            flight.descriptors[at] = Descriptor::is_zero(page.0, PAGE, record);
+            batch.descriptors[at] = Descriptor::is_zero(page.0, PAGE, record);
         }
         let longest = usize::try_from(device.max_batch)
             .unwrap_or(usize::MAX)
             .max(1);
         let (mut first, mut batches, mut retries) = (0, 0, 0);
-        while first < flight.pages.len() {
-            let pages = longest.min(flight.pages.len() - first);
+        while first < batch.pages.len() {
+            let pages = longest.min(batch.pages.len() - first);
             let head = if pages == 1 {
-                flight.descriptors[first]
+                batch.descriptors[first]
             } else {
-                let record = &flight.head_records[batches];
+                let record = &batch.head_records[batches];
                 record.clear();
                 let count = u32::try_from(pages).unwrap_or(u32::MAX);
-                Descriptor::batch(&raw const flight.descriptors[first], count, record)
+                Descriptor::batch(&raw const batch.descriptors[first], count, record)
             };
             // SAFETY: the batch's memory is on the heap, and is reused or freed only after the batch is complete. Its pages are
             // guest memory, borrowed until the wait for the batch ends. The device never writes to the pages; its later reads
@@ -520,7 +522,7 @@ impl<'a> ZeroBatch<'a> {
                 Ok(Submitted::Accepted) => {
                     service.refused.store(0, Ordering::Relaxed);
                     batches += usize::from(pages > 1);
-                    flight.heads.push(pages);
+                    batch.heads.push(pages);
                     first += pages;
                 }
                 Ok(Submitted::Full) if retries < FULL_RETRIES => {
@@ -528,7 +530,7 @@ impl<'a> ZeroBatch<'a> {
                     spin_loop();
                 }
                 Ok(Submitted::Full) => {
-                    if flight.heads.is_empty() {
+                    if batch.heads.is_empty() {
                         service.was_full();
                     }
                     break;
@@ -547,30 +549,30 @@ impl<'a> ZeroBatch<'a> {
     /// Waits for the device and calls `verdict` with the result of each page, in order. The batch is empty afterwards, even if
     /// `verdict` panics. Returns at once, without a call, if the batch was not submitted.
     pub fn wait(&mut self, mut verdict: impl FnMut(PageResult)) {
-        if self.flight.is_some() {
+        if self.batch.is_some() {
             return;
         }
         let (mut hardware, mut software) = (0, 0);
         // The batch gets its memory back, and is emptied, before the first verdict: `verdict` may panic, and dropping a batch
         // without its memory would wait for it again.
-        let flight = match self.slot.wait() {
-            BatchReturn::Done(flight) => self.flight.insert(flight),
+        let batch = match self.slot.wait() {
+            BatchReturn::Done(batch) => self.batch.insert(batch),
             BatchReturn::Lost(pages) => {
-                self.flight = Some(BatchMemory::new(self.room));
+                self.batch = Some(BatchMemory::new(self.room));
                 for _ in 0..pages {
-                    verdict(PageResult::LookFrom(0));
+                    verdict(PageResult::CheckFrom(0));
                 }
                 let count = pages as u64;
                 self.finder.software.fetch_add(count, Ordering::Relaxed);
                 return;
             }
         };
-        let (pages, submitted) = (flight.pages.len(), flight.submitted());
-        flight.pages.clear();
-        let service = &self.finder.devices[flight.device];
+        let (pages, submitted) = (batch.pages.len(), batch.submitted());
+        batch.pages.clear();
+        let service = &self.finder.devices[batch.device];
         for at in 0..pages {
             let completion = if at < submitted {
-                flight.records[at].read()
+                batch.records[at].read()
             } else {
                 Completion::Pending
             };
@@ -581,22 +583,22 @@ impl<'a> ZeroBatch<'a> {
                 Completion::Done { differs: false } => PageResult::Zero,
                 Completion::Fault { completed, .. } => {
                     let done = usize::try_from(completed.min(PAGE)).unwrap_or(0);
-                    PageResult::LookFrom(done)
+                    PageResult::CheckFrom(done)
                 }
-                Completion::Pending => PageResult::LookFrom(0),
+                Completion::Pending => PageResult::CheckFrom(0),
                 Completion::Failed(code) => {
                     let _ = service.out.set(format!("status {code:#04x}"));
-                    PageResult::LookFrom(0)
+                    PageResult::CheckFrom(0)
                 }
-                Completion::BatchFailed => PageResult::LookFrom(0),
+                Completion::BatchFailed => PageResult::CheckFrom(0),
             };
             match what {
-                PageResult::LookFrom(_) => software += 1,
+                PageResult::CheckFrom(_) => software += 1,
                 PageResult::Zero | PageResult::Normal => hardware += 1,
             }
             verdict(what);
         }
-        for record in flight.head_records() {
+        for record in batch.head_records() {
             if let Completion::Failed(code) = record.read() {
                 let _ = service.out.set(format!("status {code:#04x}"));
             }

@@ -53,7 +53,7 @@ pub(crate) fn check(batch: &mut ZeroBatch<'_>, block: &RamBlock, pages: usize) {
         let zero = match verdict {
             PageResult::Zero => true,
             PageResult::Normal => false,
-            PageResult::LookFrom(at) => page.split_at(at).1.is_zero(),
+            PageResult::CheckFrom(at) => page.split_at(at).1.is_zero(),
         };
         assert_eq!(zero, page.is_zero(), "page {answers}: {verdict:?}");
         answers += 1;

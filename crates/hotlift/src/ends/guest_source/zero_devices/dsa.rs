@@ -72,7 +72,7 @@ impl<'a> PageBatch<'a> for ZeroBatch<'a> {
             are_zero.push(match result {
                 PageResult::Zero => true,
                 PageResult::Normal => false,
-                PageResult::LookFrom(at) => {
+                PageResult::CheckFrom(at) => {
                     page.is_some_and(|(_, page)| page.split_at(at).1.is_zero())
                 }
             });
