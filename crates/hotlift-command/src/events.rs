@@ -62,7 +62,7 @@ impl From<&Filled> for Filling {
         Self {
             data_pages: filled.data_pages,
             zero_pages: filled.zero_pages,
-            laid: filled.laid,
+            laid: filled.copies,
         }
     }
 }

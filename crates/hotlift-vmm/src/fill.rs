@@ -69,7 +69,7 @@ pub struct Filled {
     /// Number of zero pages.
     pub zero_pages: u64,
     /// Number of copies of the source in RAM: above 1 if repeated, below 1 if truncated. 1 for a generated source.
-    pub laid: f64,
+    pub copies: f64,
     /// Page hash sums after the fill, which [`crate::verify`] compares with later sums.
     pub digest: Digest,
 }
@@ -125,7 +125,7 @@ pub fn fill(ram: &RamBlock, layout: &Layout, settings: &FillSettings) -> Result<
     Ok(Filled {
         data_pages,
         zero_pages,
-        laid: pages.laid(layout),
+        copies: pages.copies(layout),
         digest: digester.finish(),
     })
 }
@@ -158,7 +158,7 @@ pub fn write_fill(
     Ok(Filled {
         data_pages,
         zero_pages,
-        laid: pages.laid(layout),
+        copies: pages.copies(layout),
         digest: digester.finish(),
     })
 }
@@ -248,15 +248,15 @@ impl Pages {
     }
 
     /// Returns the number of copies of the source that fill RAM of this layout.
-    fn laid(&self, layout: &Layout) -> f64 {
+    fn copies(&self, layout: &Layout) -> f64 {
         let pages = layout.filled_pages();
-        let (laid, all) = match &self.source {
+        let (filled, all) = match &self.source {
             Source::Zero | Source::Generated { .. } | Source::Mixed(_) => return 1.0,
             Source::Corpus(corpus) => (pages - self.zeros.of(pages), corpus.pages()),
             Source::Image(image) => (pages, image.pages()),
         };
         #[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
-        let quotient = laid as f64 / all as f64;
+        let quotient = filled as f64 / all as f64;
         quotient
     }
 }

@@ -41,7 +41,7 @@ pub struct Verified {
     /// Number of replayed writes of all vCPUs; all were found in memory.
     pub writes_replayed: u64,
     /// Number of incomplete writes of paused vCPUs. Their stores in memory match the vCPUs' state.
-    pub writes_under_way: u64,
+    pub incomplete_writes: u64,
 }
 
 /// A mismatch between a guest's memory and the state of its vCPUs, or a failed check.
@@ -383,7 +383,7 @@ pub(crate) fn verify(
             + (table.end - table.start) / to_u64(PAGE_SIZE),
         pages_untouched,
         writes_replayed: positions.iter().map(|position| position.writes).sum(),
-        writes_under_way: positions
+        incomplete_writes: positions
             .iter()
             .map(|position| u64::from(position.stores > 0))
             .sum(),
@@ -394,11 +394,11 @@ pub(crate) fn verify(
 struct Expected {
     vcpus: u64,
     records: Vec<Record>,
-    under_way: Option<UnderWay>,
+    incomplete: Option<IncompleteWrite>,
 }
 
 /// An incomplete write: only some of its stores are in memory.
-struct UnderWay {
+struct IncompleteWrite {
     own_page: u64,
     entry: Record,
     record: Record,
@@ -408,7 +408,7 @@ impl Expected {
     fn new(program: &Program, vcpu: u8, position: Position) -> Self {
         let generator = Generator::new(program.workload, program.seed, &program.layout, vcpu);
         let records = generator.replay(vcpu, position.writes);
-        let under_way = (position.stores > 0).then(|| {
+        let incomplete = (position.stores > 0).then(|| {
             let number = position.writes + 1;
             let own_page = generator.own_page(number);
             let old = records[to_usize(own_page)];
@@ -425,7 +425,7 @@ impl Expected {
                     old.sequence
                 },
             };
-            UnderWay {
+            IncompleteWrite {
                 own_page,
                 entry: after(0),
                 record: after(2),
@@ -434,22 +434,22 @@ impl Expected {
         Self {
             vcpus: u64::from(program.layout.vcpus()),
             records,
-            under_way,
+            incomplete,
         }
     }
 
     fn entry(&self, page: u64) -> Record {
-        self.look_up(page, |under_way| under_way.entry)
+        self.look_up(page, |incomplete| incomplete.entry)
     }
 
     fn record(&self, page: u64) -> Record {
-        self.look_up(page, |under_way| under_way.record)
+        self.look_up(page, |incomplete| incomplete.record)
     }
 
-    fn look_up(&self, page: u64, partial: impl Fn(&UnderWay) -> Record) -> Record {
+    fn look_up(&self, page: u64, partial: impl Fn(&IncompleteWrite) -> Record) -> Record {
         let own = page / self.vcpus;
-        match &self.under_way {
-            Some(under_way) if under_way.own_page == own => partial(under_way),
+        match &self.incomplete {
+            Some(incomplete) if incomplete.own_page == own => partial(incomplete),
             // The last pages of the working set may have no owner. They are never written.
             _ => self.records.get(to_usize(own)).copied().unwrap_or_default(),
         }

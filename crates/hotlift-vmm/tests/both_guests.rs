@@ -218,23 +218,23 @@ fn a_guest_stopped_in_the_middle_of_a_write_is_checked_exactly() {
         };
         let mut from = create(kind, &settings).unwrap();
         from.start().unwrap();
-        let mut under_way = 0;
+        let mut incomplete = 0;
         // The threads guest stops between writes only.
         let stops = if kind == GuestKind::Kvm { 4000 } else { 3 };
         for _ in 0..stops {
-            if under_way > 2 {
+            if incomplete > 2 {
                 break;
             }
             from.pause().unwrap();
             let verified = from.verify().unwrap();
-            if verified.writes_under_way > 0 {
-                under_way += 1;
+            if verified.incomplete_writes > 0 {
+                incomplete += 1;
                 // The destination finishes the write.
                 let to = create(kind, &settings).unwrap();
                 copy_pages(&*from, &*to, &every_page(&*from));
                 to.load_devices(from.save_devices().unwrap()).unwrap();
                 let there = to.verify().unwrap();
-                assert_eq!(there.writes_under_way, verified.writes_under_way);
+                assert_eq!(there.incomplete_writes, verified.incomplete_writes);
                 assert_eq!(there.writes_replayed, verified.writes_replayed);
                 from = to;
             }
@@ -243,7 +243,7 @@ fn a_guest_stopped_in_the_middle_of_a_write_is_checked_exactly() {
         from.pause().unwrap();
         from.verify().unwrap();
         if kind == GuestKind::Kvm {
-            assert!(under_way > 0, "no stop was in the middle of a write");
+            assert!(incomplete > 0, "no stop was in the middle of a write");
         }
     }
 }

@@ -216,8 +216,8 @@ fn an_image_is_placed_page_by_page_with_its_own_zero_pages() {
         let filled = fill(&ram(), &layout(), &of_image(&path)).unwrap();
         assert_eq!(filled.zero_pages, (pages as u64).div_ceil(4));
         #[allow(clippy::cast_precision_loss)]
-        let laid = pages as f64 / of_file as f64;
-        assert!((filled.laid - laid).abs() < 1e-9, "{}", filled.laid);
+        let copies = pages as f64 / of_file as f64;
+        assert!((filled.copies - copies).abs() < 1e-9, "{}", filled.copies);
     }
 }
 
@@ -240,7 +240,7 @@ fn an_image_smaller_than_ram_is_repeated_without_equal_pages() {
     let different: HashSet<_> = content.iter().collect();
     assert_eq!(different.len(), content.len());
     let filled = fill(&ram(), &layout(), &of_image(&path)).unwrap();
-    assert!((7.0..9.0).contains(&filled.laid), "{}", filled.laid);
+    assert!((7.0..9.0).contains(&filled.copies), "{}", filled.copies);
     let file = folder.path().join("fill");
     assert_eq!(
         write_fill(&file, &layout(), &of_image(&path)).unwrap(),
