@@ -344,13 +344,13 @@ impl Destination {
         match self.ask() {
             Statement::Here {
                 state: RunState::Running,
-            } => QemuGuestState::Yes(GuestActivity::Runs),
+            } => QemuGuestState::HasGuest(GuestActivity::Runs),
             Statement::Here { .. }
             | Statement::GuestEnded {
                 by_itself: true, ..
-            } => QemuGuestState::Yes(GuestActivity::Rests),
-            Statement::GuestEnded { .. } => QemuGuestState::Yes(GuestActivity::Unknown),
-            Statement::Stopped { .. } => QemuGuestState::Yes(GuestActivity::Stopped),
+            } => QemuGuestState::HasGuest(GuestActivity::Rests),
+            Statement::GuestEnded { .. } => QemuGuestState::HasGuest(GuestActivity::Unknown),
+            Statement::Stopped { .. } => QemuGuestState::HasGuest(GuestActivity::Stopped),
             Statement::Ended { .. } => QemuGuestState::Ended,
             Statement::Never { .. } => QemuGuestState::Never,
             Statement::Unknown { .. } => QemuGuestState::Unknown,
@@ -906,8 +906,8 @@ mod tests {
         assert!(by_itself);
         assert_eq!(how, "the guest powered off");
         assert_eq!(
-            destination.has_taken(None),
-            QemuGuestState::Yes(GuestActivity::Rests)
+            destination.query_guest_state(None),
+            QemuGuestState::HasGuest(GuestActivity::Rests)
         );
         assert!(!destination.is_gone_before_a_run());
     }

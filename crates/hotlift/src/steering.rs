@@ -75,7 +75,7 @@ impl Steering {
     pub(crate) fn latest(&self, options: &Options) -> Options {
         let mut latest = options.clone();
         if let Some(changed) = &lock(&self.live).changed {
-            latest.take_live(changed);
+            latest.copy_live(changed);
         }
         latest
     }

@@ -56,7 +56,7 @@ impl Event {
                 seconds: visit.time.as_secs_f64(),
             },
             ServerEvent::Refused { host, reason } => Self::Refused { host, reason },
-            ServerEvent::ReadFailure(error) => Self::Trouble {
+            ServerEvent::AcceptFailed(error) => Self::Trouble {
                 reason: error_line(&error),
             },
             _ => return None,

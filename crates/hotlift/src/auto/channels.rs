@@ -54,8 +54,8 @@ struct Choices {
 /// Recent state of the link.
 #[derive(Debug, Clone, Copy)]
 struct LinkState {
-    /// Result of [`LinkMeter::waits_for`]: the parts of the waiting time that the wire and the destination cause.
-    waits_for: [f64; 2],
+    /// Result of [`LinkMeter::wait_causes`]: the parts of the waiting time that the wire and the destination cause.
+    wait_causes: [f64; 2],
     /// Time of the wire to transmit a byte, in ns; 0 while unknown.
     nanos_per_byte: f64,
     /// Fraction of the time, 0 to 1, in which no channel had data on the wire.
@@ -214,7 +214,7 @@ impl Auto {
         let cpu = u64::try_from(cpu.as_nanos()).unwrap_or(u64::MAX);
         tally.cpu_nanos.fetch_add(cpu, Ordering::Relaxed);
         let seen = self.sample_link(sent, sockets, paced);
-        let [for_wire, for_destination] = seen.waits_for;
+        let [for_wire, for_destination] = seen.wait_causes;
         let spent = PacketTime {
             probe: sent.probe,
             candidate: sent.candidate,
@@ -246,7 +246,7 @@ impl Auto {
         link.sent(sent.elapsed, sent.blocked);
         let is_new = link.poll(sockets, Instant::now());
         let free = LinkState {
-            waits_for: link.waits_for(),
+            wait_causes: link.wait_causes(),
             nanos_per_byte: link.nanos_per_byte(),
             idle: link.idle(),
         };
@@ -254,7 +254,7 @@ impl Auto {
             self.in_flight
                 .store(whole(link.bytes_in_flight()), Ordering::Relaxed);
             self.share_of_wire
-                .store(whole(free.waits_for[0] * 1000.0), Ordering::Relaxed);
+                .store(whole(free.wait_causes[0] * 1000.0), Ordering::Relaxed);
         }
         if paced > free.nanos_per_byte {
             let used = link.bytes_per_second() * paced / 1e9;

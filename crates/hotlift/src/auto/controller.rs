@@ -236,7 +236,7 @@ pub(crate) struct Controller {
     turn: u64,
     explored: u64,
     /// Count of sampled packets, since the last compressed one, that were sent uncompressed.
-    same: u64,
+    raw_streak: u64,
     /// Average time of a thread per packet, in ns.
     pace: Average,
     /// Total time of the windows in which threads waited for the wire; not counted beyond [`LEARNING`].
@@ -262,7 +262,7 @@ impl Controller {
             scarce: Bottleneck::Cores,
             turn: 0,
             explored: 0,
-            same: 0,
+            raw_streak: 0,
             pace: Average::default(),
             waited: Duration::ZERO,
         }
@@ -327,8 +327,8 @@ impl Controller {
         self.turn += 1;
         self.found(probe);
         let best = self.best(class, worth);
-        self.same = if Some(best) == self.raw {
-            self.same + 1
+        self.raw_streak = if Some(best) == self.raw {
+            self.raw_streak + 1
         } else {
             0
         };
@@ -364,7 +364,7 @@ impl Controller {
     }
 
     fn is_streak_of_raw(&self) -> bool {
-        self.same >= RAW_STREAK
+        self.raw_streak >= RAW_STREAK
     }
 
     fn worth(&self, price: f64, queued: f64) -> CostWeights {

@@ -108,7 +108,7 @@ struct Cell {
     encode: Average,
     /// Difference between this level and its method: factor on the estimated power at this level, minus the method's average
     /// factor (`Costs::contents`).
-    beyond: Average,
+    level_deviation: Average,
 }
 
 /// Costs of all candidates.
@@ -116,7 +116,7 @@ struct Cell {
 pub(crate) struct Costs {
     guesses: Vec<CostEstimate>,
     /// For each candidate, the index of the first candidate with the same method.
-    kin: Vec<usize>,
+    first_of_method: Vec<usize>,
     /// For each candidate, true if an accelerator encodes it.
     on_devices: Vec<bool>,
     /// Measurements, by candidate and class.
@@ -137,7 +137,7 @@ pub(crate) struct Costs {
 impl Costs {
     pub(crate) fn new(candidates: &[Candidate]) -> Self {
         let len = candidates.len();
-        let kin = candidates.iter().map(|this| {
+        let first_of_method = candidates.iter().map(|this| {
             let first = candidates
                 .iter()
                 .position(|other| other.method == this.method);
@@ -145,7 +145,7 @@ impl Costs {
         });
         let mut costs = Self {
             guesses: candidates.iter().map(Candidate::guess).collect(),
-            kin: kin.collect(),
+            first_of_method: first_of_method.collect(),
             on_devices: candidates.iter().map(Candidate::is_on_a_device).collect(),
             cells: vec![Default::default(); len],
             contents: vec![Default::default(); len],
@@ -179,15 +179,15 @@ impl Costs {
         cell.encode.add(encode);
         let power = left.max(0.001).ln() / guess.left(typical).min(0.999).ln();
         let power = power.clamp(0.0, 10.0);
-        let content = &mut self.contents[self.kin[candidate]][class.0];
+        let content = &mut self.contents[self.first_of_method[candidate]][class.0];
         let before = content.or(power);
         content.add_over(power, CONTENT_MEMORY);
-        cell.beyond.add(power - before);
+        cell.level_deviation.add(power - before);
         for class in Class::all() {
             self.work_out(candidate, class);
         }
         for other in 0..self.len() {
-            if self.kin[other] == self.kin[candidate] {
+            if self.first_of_method[other] == self.first_of_method[candidate] {
                 self.work_out(other, class);
             }
         }
@@ -212,8 +212,8 @@ impl Costs {
         let (guess, cell) = (&self.guesses[candidate], &self.cells[candidate][class.0]);
         let typical = class.typical();
         let correction = self.corrections[candidate].or(1.0);
-        let content = self.contents[self.kin[candidate]][class.0].or(1.0);
-        let power = content + cell.beyond.over(0.0, DOUBT_OF_LEVELS);
+        let content = self.contents[self.first_of_method[candidate]][class.0].or(1.0);
+        let power = content + cell.level_deviation.over(0.0, DOUBT_OF_LEVELS);
         self.known[candidate][class.0] = Cost {
             encode: cell
                 .encode
@@ -224,7 +224,7 @@ impl Costs {
 
     /// Returns true if `candidate` has too few measurements for content of `class`: its cost is mostly an estimate.
     pub(crate) fn is_guess(&self, candidate: usize, class: Class) -> bool {
-        let content = &self.contents[self.kin[candidate]][class.0];
+        let content = &self.contents[self.first_of_method[candidate]][class.0];
         self.guesses[candidate].encode(class.typical()) > 0.0
             && (self.corrections[candidate].packets < TRIES || content.packets < CONTENT_TRIES)
     }

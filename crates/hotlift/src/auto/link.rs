@@ -147,7 +147,7 @@ impl LinkMeter {
     /// without a limit that was a third of the senders' waiting time, although the destination's threads caused all of it. So a
     /// destination may report its load. Then the wire counts as the cause only while the destination has nothing to read and
     /// the socket has data to deliver.
-    pub(crate) fn waits_for(&self) -> [f64; 2] {
+    pub(crate) fn wait_causes(&self) -> [f64; 2] {
         if !self.reports_load {
             return [1.0, 0.0];
         }

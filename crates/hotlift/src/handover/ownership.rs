@@ -17,7 +17,7 @@ const CONFIRMING: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QemuGuestState {
     /// The destination has the guest in this state, and keeps it.
-    Yes(GuestActivity),
+    HasGuest(GuestActivity),
     /// The destination does not have the guest, and never will: its QEMU failed, or has ended. But if the stream has already
     /// stated that the destination has the guest, that statement counts.
     Never,
@@ -83,10 +83,10 @@ impl OwnershipWait {
                 (DestinationStatement::Never, GuestActivity::Unknown)
             }
             // QEMU also refuses a guest that it runs, if the end of the stream is lost after EOF.
-            (QemuGuestState::Yes(activity), None | Some(DestinationStatement::Never)) => {
+            (QemuGuestState::HasGuest(activity), None | Some(DestinationStatement::Never)) => {
                 (DestinationStatement::Runs, activity)
             }
-            (QemuGuestState::Yes(activity), Some(statement)) => (statement, activity),
+            (QemuGuestState::HasGuest(activity), Some(statement)) => (statement, activity),
             (QemuGuestState::Never, statement) => (
                 statement.unwrap_or(DestinationStatement::Never),
                 GuestActivity::Unknown,
@@ -105,8 +105,8 @@ mod tests {
 
     #[test]
     fn qmp_and_the_stream_yield_one_statement() {
-        use QemuGuestState::{Ended, Never, Unknown, Yes};
-        let stops = Yes(GuestActivity::Stopped);
+        use QemuGuestState::{Ended, HasGuest, Never, Unknown};
+        let stops = HasGuest(GuestActivity::Stopped);
         let cases = [
             (Ended, None, Some(DestinationStatement::Never)),
             (
@@ -144,7 +144,7 @@ mod tests {
             wait.state(statement);
             let judged = wait.combine(taken);
             assert_eq!(judged.map(|it| it.0), expected, "{taken:?} {statement:?}");
-            if let (Yes(_), Some((_, activity))) = (taken, judged) {
+            if let (HasGuest(_), Some((_, activity))) = (taken, judged) {
                 assert_eq!(activity, GuestActivity::Stopped);
             }
         }

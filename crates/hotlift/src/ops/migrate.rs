@@ -32,7 +32,7 @@ use crate::ends::guest_source::reporter::{INTERVAL, Reporter};
 use crate::ends::guest_source::source::GuestSource;
 use crate::ends::guest_source::xbzrle::Xbzrle;
 use crate::ends::guest_source::{main_pages, zero_devices};
-use crate::ends::stream_sink::{Seen, StreamSink};
+use crate::ends::stream_sink::{SourceFacts, StreamSink};
 use crate::error::MigrationError;
 use crate::figures::{Counters, SideFigures, SourceReport};
 use crate::guest::Guest;
@@ -129,7 +129,7 @@ fn run(
     let sink = StreamSink::connect(
         to,
         settings,
-        Seen::guest(options.postcopy.preempt),
+        SourceFacts::guest(options.postcopy.preempt),
         opening,
         &memory,
         control,
@@ -217,7 +217,7 @@ impl Migration<'_> {
             Err(error) if !session.source_handover.is_committed() => error,
             moved => {
                 let postcopy = session.sink.postcopy().into_iter();
-                postcopy.for_each(Postcopy::settled);
+                postcopy.for_each(Postcopy::guest_may_run);
                 // The guest has left this host; its dirty log only costs CPU time.
                 let _ = source.guest.stop_dirty_log();
                 return moved.map_err(|error| match self.has_lost_pages() {

@@ -185,7 +185,7 @@ impl Options {
     }
 
     /// Copies from `from` the options that may change while a migration runs.
-    pub(crate) fn take_live(&mut self, from: &Self) {
+    pub(crate) fn copy_live(&mut self, from: &Self) {
         for option in OPTIONS.iter().filter(|option| option.live) {
             (option.access.store)(self, option.read(from));
         }

@@ -78,8 +78,8 @@ impl<B> Flow<B> {
         self.take_while(|| true).ok().flatten()
     }
 
-    /// Waits for a free batch. Returns `None` once `waits` returns false and no batch is free. [`Flow::ask_again`] makes the
-    /// wait call `waits` again.
+    /// Waits for a free batch. Returns `None` once `waits` returns false and no batch is free. [`Flow::recheck_waits`] makes
+    /// the wait call `waits` again.
     ///
     /// # Errors
     /// [`FlowBroken`] once the flow is broken.
@@ -97,7 +97,7 @@ impl<B> Flow<B> {
     }
 
     /// Makes the threads in [`Flow::take_while`] check their condition again.
-    pub(crate) fn ask_again(&self) {
+    pub(crate) fn recheck_waits(&self) {
         // The lock ensures that no thread is between the check of its condition and its sleep.
         drop(self.lock());
         self.freed.notify_all();
@@ -265,7 +265,7 @@ mod tests {
             while asked.load(Ordering::SeqCst) == 0 {
                 std::thread::yield_now();
             }
-            flow.ask_again();
+            flow.recheck_waits();
             assert_eq!(reader.join().unwrap(), Ok(None));
         });
         flow.release(batch);

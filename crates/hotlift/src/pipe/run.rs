@@ -63,7 +63,7 @@ pub(crate) fn run_threads(
                     source.answer(session, channel, message, bytes)?;
                     if session.is_switched() {
                         // A reader that waits for a batch may have to continue to the requested page.
-                        session.flow.ask_again();
+                        session.flow.recheck_waits();
                     }
                     Ok(())
                 };
@@ -155,7 +155,7 @@ pub(crate) fn run_threads(
 /// CPU time could delay requested pages while it has the lock of main.
 fn is_background(session: &Session<'_>) -> bool {
     let postcopy = session.sink.postcopy().filter(|_| session.may_run_there());
-    postcopy.is_some_and(|postcopy| postcopy.is_apart())
+    postcopy.is_some_and(|postcopy| postcopy.has_separate_connection())
 }
 
 /// Runs a worker thread: writes batches until the flow ends.

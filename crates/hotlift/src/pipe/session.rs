@@ -114,7 +114,7 @@ impl<'a> Session<'a> {
         let channels = received.len() - 1;
         let options = &settings.outgoing;
         // Count of connections that can bring the source's commit.
-        let words = if sink.is_guest() { channels + 1 } else { 1 };
+        let commit_connections = if sink.is_guest() { channels + 1 } else { 1 };
         // Two for each thread: one in use, and one in transit to or from the other threads.
         let batches = match sink.workers() {
             0 => 0,
@@ -139,7 +139,7 @@ impl<'a> Session<'a> {
             silence_timeout: settings.limits.silence_timeout,
             query_period: settings.limits.time_for_questions(),
             id,
-            destination_handover: DestinationHandover::new(words, control.life()),
+            destination_handover: DestinationHandover::new(commit_connections, control.life()),
             source_handover: SourceHandover::new(control.life()),
             switched: AtomicBool::new(false),
             may_run_there: AtomicBool::new(false),

@@ -201,7 +201,7 @@ pub(crate) trait Postcopy: Sync {
 
     /// Called at the end of a migration whose guest may run at the destination. Without this call, [`Sink::close`] informs a
     /// destination that was asked if it is ready that there was no commit.
-    fn settled(&self);
+    fn guest_may_run(&self);
 
     /// Starts postcopy. From now on every page is written at most once, in any order, without barriers.
     fn begin(&self);
@@ -210,7 +210,7 @@ pub(crate) trait Postcopy: Sync {
     fn preempt(&self) -> Result<(), MigrationError>;
 
     /// Returns true if requested pages have a separate connection, so that writers of other pages cannot delay them.
-    fn is_apart(&self) -> bool;
+    fn has_separate_connection(&self) -> bool;
 
     /// Sends, unchanged, a command of the source or the next bytes of the package.
     fn raw(&self, bytes: &[u8]) -> Result<(), MigrationError>;

@@ -161,7 +161,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         batch.clear();
         if !ledger.is_sent(block, page) {
             // The page is read before it is claimed: an unreadable page must not count as sent.
-            reader.add_all(block, ledger.together(block, page), batch)?;
+            reader.add_all(block, ledger.pages_of_group(block, page), batch)?;
         }
         if !ledger.claim(block, page) {
             order.change(|order| order.done(request, None));
@@ -302,7 +302,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         batch: &mut Batch,
     ) -> Result<(), MigrationError> {
         batch.clear();
-        let read = reader.add_all(block, self.ledger.together(block, page), batch);
+        let read = reader.add_all(block, self.ledger.pages_of_group(block, page), batch);
         if read.is_err() || batch.normal.is_empty() {
             batch.clear();
             return read;

@@ -18,7 +18,7 @@ pub(crate) struct Ledger {
     blocks: Vec<RamBlockEntry>,
     /// For each RAM block, the count of 4 KiB pages in one page of the destination's RAM. These 4 KiB pages are sent together.
     /// In the bitmaps, the first of them represents all of them.
-    together: Vec<usize>,
+    group_len: Vec<usize>,
     /// For each RAM block, the bitmap of pages that were sent or are being sent.
     sent: Vec<DirtyBitmap>,
     /// For each RAM block, the bitmap of requested pages.
@@ -49,11 +49,11 @@ impl Ledger {
             let pages = blocks.iter().map(|block| pages(block).unwrap_or(0));
             pages.map(DirtyBitmap::new).collect()
         };
-        let together = |block: &RamBlockEntry| usize::try_from(block.page_size / page_size);
-        let together = blocks.iter().map(|block| together(block).unwrap_or(1));
+        let group_len = |block: &RamBlockEntry| usize::try_from(block.page_size / page_size);
+        let group_len = blocks.iter().map(|block| group_len(block).unwrap_or(1));
         Self {
             blocks: blocks.to_vec(),
-            together: together.map(|pages| pages.max(1)).collect(),
+            group_len: group_len.map(|pages| pages.max(1)).collect(),
             sent: bitmaps(),
             asked: bitmaps(),
             seen: bitmaps(),
@@ -73,7 +73,7 @@ impl Ledger {
     }
 
     /// Records the pages of a RAM block that the destination has. `bits` has one bit per page, the lowest bit first.
-    pub(crate) fn has(&self, block: usize, bits: &[u8]) {
+    pub(crate) fn record_received(&self, block: usize, bits: &[u8]) {
         let words = bits.as_chunks::<8>().0.iter();
         let words: Vec<u64> = words.map(|word| u64::from_le_bytes(*word)).collect();
         self.sent[block].or_words(0, &words);
@@ -86,17 +86,17 @@ impl Ledger {
 
     /// Returns true if the destination has this RAM block in huge pages, so that groups of 4 KiB pages are sent together.
     pub(crate) fn has_huge_pages(&self, block: usize) -> bool {
-        self.together[block] > 1
+        self.group_len[block] > 1
     }
 
     /// Returns the numbers of the 4 KiB pages that are sent together with `page`, including `page`.
-    pub(crate) fn together(&self, block: usize, page: usize) -> Range<usize> {
+    pub(crate) fn pages_of_group(&self, block: usize, page: usize) -> Range<usize> {
         let first = self.first(block, page);
-        first..self.pages(block).min(first + self.together[block])
+        first..self.pages(block).min(first + self.group_len[block])
     }
 
     fn first(&self, block: usize, page: usize) -> usize {
-        page - page % self.together[block]
+        page - page % self.group_len[block]
     }
 
     /// Returns true if this page was sent, or is being sent.
@@ -113,10 +113,10 @@ impl Ledger {
     /// Claims any unsent page, with the pages that are sent together with it. Returns `None` if all pages were claimed before.
     pub(crate) fn claim_any(&self) -> Option<(usize, Range<usize>)> {
         (0..self.blocks.len()).find_map(|block| {
-            let mut pages = (0..self.pages(block)).step_by(self.together[block]);
+            let mut pages = (0..self.pages(block)).step_by(self.group_len[block]);
             let page =
                 pages.find(|page| !self.is_sent(block, *page) && self.claim(block, *page))?;
-            Some((block, self.together(block, page)))
+            Some((block, self.pages_of_group(block, page)))
         })
     }
 
@@ -224,7 +224,7 @@ mod tests {
     fn pages_that_the_destination_had_count_as_sent() {
         let ledger = ledger();
         assert_eq!(ledger.sent(), 0);
-        ledger.has(0, &[0b101, 0, 0, 0, 0, 0, 0, 0]);
+        ledger.record_received(0, &[0b101, 0, 0, 0, 0, 0, 0, 0]);
         assert!(ledger.claim(1, 2));
         assert_eq!(ledger.sent(), 3);
     }
@@ -258,9 +258,9 @@ mod tests {
         blocks[1].page_size = 8 * PAGE_SIZE as u64;
         let ledger = Ledger::new(&blocks);
         assert!(ledger.has_huge_pages(1) && !ledger.has_huge_pages(0));
-        assert_eq!(ledger.together(0, 5), 5..6);
-        assert_eq!(ledger.together(1, 5), 0..8);
-        assert_eq!(ledger.together(1, 19), 16..20);
+        assert_eq!(ledger.pages_of_group(0, 5), 5..6);
+        assert_eq!(ledger.pages_of_group(1, 5), 0..8);
+        assert_eq!(ledger.pages_of_group(1, 19), 16..20);
         let next = |block, page| ledger.next_of(&mut [(block, page)].into_iter());
         assert!(next(1, 3).is_some() && next(1, 4).is_none());
 
@@ -278,10 +278,10 @@ mod tests {
         assert_eq!(asked.collect::<Vec<_>>(), [(1, 8), (1, 16), (1, 0)]);
 
         // The destination reports the pages that it has after an interruption.
-        ledger.has(1, &[0xff, 0, 0, 0, 0, 0, 0, 0]);
+        ledger.record_received(1, &[0xff, 0, 0, 0, 0, 0, 0, 0]);
         assert!(ledger.is_sent(1, 7) && !ledger.is_sent(1, 16));
 
-        ledger.has(0, &[0xff, 0, 0, 0, 0, 0, 0, 0]);
+        ledger.record_received(0, &[0xff, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!(ledger.claim_any(), Some((1, 16..20)));
         assert_eq!(ledger.claim_any(), None);
     }

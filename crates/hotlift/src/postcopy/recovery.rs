@@ -136,7 +136,7 @@ impl<'l> Recovery<'l> {
             let Some(bits) = self.take(|bytes| bitmap(bytes, &block.name, pages))? else {
                 break;
             };
-            ledger.has(self.block, &bits);
+            ledger.record_received(self.block, &bits);
             self.block += 1;
             self.is_sent = false;
         }

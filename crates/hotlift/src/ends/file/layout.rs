@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! header    magic(8)  be32 version  be32 length  JSON                       be32 CRC-32 of all before
-//! blocks    be32 CRC of its position and the rest  be32 method  be16 RAM block  be16 0  be32 length  be64 first page  be64 which | bytes
+//! blocks    be32 CRC of its position and the rest  be32 method  be16 RAM block  be16 0  be32 length  be64 first page  be64 page_bits | bytes
 //! state     the main channel of a migration without its pages: configuration, RAM blocks, devices, EOF
 //! index     for each RAM block, for each of its pages, in whole chunks of 512: be64 position entry; 0: zero page
 //! checks    be32 CRC of each chunk of the index
@@ -11,9 +11,10 @@
 //! foot      be32 length of the contents  be32 their CRC  "HLSAVEnd"
 //! ```
 //!
-//! A block has up to 64 pages of one RAM block, compressed together. The pages are from one aligned run of 64. Bit n of `which`
-//! stands for page `first page` + n. If a page is written again, its old content stays in the file; the index has its latest
-//! position. The header's CRC is the seed of all other CRCs. So a part that was copied from another file fails its check.
+//! A block has up to 64 pages of one RAM block, compressed together. The pages are from one aligned run of 64. Bit n of
+//! `page_bits` stands for page `first page` + n. If a page is written again, its old content stays in the file; the index has
+//! its latest position. The header's CRC is the seed of all other CRCs. So a part that was copied from another file fails its
+//! check.
 
 use super::foreign::not_a_save;
 use hotlift_wire::multifd::Method;
@@ -173,9 +174,9 @@ pub(crate) struct BlockHead {
     pub ram_block: usize,
     /// Length of the payload, in bytes.
     pub length: usize,
-    /// Number of the page that bit 0 of `which` stands for.
+    /// Number of the page that bit 0 of `page_bits` stands for.
     pub first: u64,
-    pub which: u64,
+    pub page_bits: u64,
 }
 
 impl BlockHead {
@@ -184,13 +185,13 @@ impl BlockHead {
     pub(crate) fn of(ram_block: usize, pages: impl Iterator<Item = u64>) -> Option<(Self, usize)> {
         let mut pages = pages.peekable();
         let first = pages.peek().map(|page| page / BLOCK_PAGES * BLOCK_PAGES)?;
-        let (mut which, mut count, mut before) = (0, 0, None);
+        let (mut page_bits, mut count, mut before) = (0, 0, None);
         for page in pages {
             let place = page.wrapping_sub(first);
             if place >= BLOCK_PAGES || before.is_some_and(|before| page <= before) {
                 break;
             }
-            which |= 1 << place;
+            page_bits |= 1 << place;
             count += 1;
             before = Some(page);
         }
@@ -199,22 +200,22 @@ impl BlockHead {
             ram_block,
             length: 0,
             first,
-            which,
+            page_bits,
         };
         Some((head, count))
     }
 
     /// Returns the numbers of the block's pages, in the order of the payload.
     pub(crate) fn pages(&self) -> impl Iterator<Item = u64> + use<> {
-        let (first, which) = (self.first, self.which);
+        let (first, page_bits) = (self.first, self.page_bits);
         (0..WINDOW)
-            .filter(move |place| which >> place & 1 == 1)
+            .filter(move |place| page_bits >> place & 1 == 1)
             .map(move |place| first + place)
     }
 
     /// Returns the number of the block's pages.
     pub(crate) fn len(&self) -> usize {
-        self.which.count_ones() as usize
+        self.page_bits.count_ones() as usize
     }
 
     /// Encodes the head of a block with this payload, to be written at byte `position` of the file.
@@ -226,7 +227,7 @@ impl BlockHead {
         bytes[8..10].copy_from_slice(&ram_block.to_be_bytes());
         bytes[12..16].copy_from_slice(&length.to_be_bytes());
         bytes[16..24].copy_from_slice(&self.first.to_be_bytes());
-        bytes[24..].copy_from_slice(&self.which.to_be_bytes());
+        bytes[24..].copy_from_slice(&self.page_bits.to_be_bytes());
         let crc = crc_of(seed, &[&position.to_be_bytes(), &bytes[4..], payload]);
         bytes[..4].copy_from_slice(&crc.to_be_bytes());
         bytes
@@ -248,7 +249,7 @@ impl BlockHead {
             ram_block: u16::from_be_bytes([head[8], head[9]]).into(),
             length,
             first,
-            which: be64(head, 24),
+            page_bits: be64(head, 24),
         };
         Some((block, payload))
     }

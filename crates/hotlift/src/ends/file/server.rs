@@ -75,7 +75,7 @@ pub enum ServerEvent {
         reason: String,
     },
     /// The server cannot accept connections at the moment.
-    ReadFailure(io::Error),
+    AcceptFailed(io::Error),
 }
 
 /// Serves the save files in `folder` to the clients of `listener`, until `control` is cancelled.
@@ -91,32 +91,32 @@ pub fn serve(
     control: &Control,
     on_event: &(dyn Fn(ServerEvent) + Sync),
 ) -> Result<(), MigrationError> {
-    let places = ConnectionQuota {
-        most: READERS,
-        each: READERS_OF_ONE,
+    let quota = ConnectionQuota {
+        max_total: READERS,
+        max_per_visitor: READERS_OF_ONE,
         idle: READER_IDLE,
     };
-    serve_some(listener, tls, folder, control, (on_event, places))
+    serve_some(listener, tls, folder, control, (on_event, quota))
 }
 
 /// Limits for concurrent readers.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ConnectionQuota {
     /// Maximum number of connections.
-    pub most: usize,
+    pub max_total: usize,
     /// Maximum number of connections of one visitor.
-    pub each: usize,
+    pub max_per_visitor: usize,
     /// See [`READER_IDLE`].
     pub idle: Duration,
 }
 
-/// Serves as [`serve`], with the limits `places`.
+/// Serves as [`serve`], with the limits `quota`.
 pub(super) fn serve_some(
     listener: &Listener,
     tls: Option<Arc<Tls>>,
     folder: &Path,
     control: &Control,
-    (on_event, places): (&(dyn Fn(ServerEvent) + Sync), ConnectionQuota),
+    (on_event, quota): (&(dyn Fn(ServerEvent) + Sync), ConnectionQuota),
 ) -> Result<(), MigrationError> {
     // Before the folder is opened, because its descriptor must be the last that a server without connections opens.
     let admission = Admission::new(listener, tls, VISITORS);
@@ -128,14 +128,14 @@ pub(super) fn serve_some(
         folder: opened.map_err(|errno| FileError::read(folder, errno.into()))?,
         path: folder.to_owned(),
         control,
-        places,
+        quota,
         on_event,
         guests: Mutex::default(),
     };
     thread::scope(|scope| {
         while !control.is_cancelled() {
             if let Err(error) = server.step(scope, &mut admission, &wake_fd) {
-                on_event(ServerEvent::ReadFailure(error));
+                on_event(ServerEvent::AcceptFailed(error));
                 let until = control.life().now() + RETRY;
                 control.life().sleep_while(until, || true);
             }
@@ -149,7 +149,7 @@ struct Server<'a> {
     folder: OwnedFd,
     path: PathBuf,
     control: &'a Control,
-    places: ConnectionQuota,
+    quota: ConnectionQuota,
     on_event: &'a (dyn Fn(ServerEvent) + Sync),
     guests: Mutex<CurrentReaders>,
 }
@@ -174,19 +174,19 @@ struct Connection {
 impl CurrentReaders {
     /// Returns true if `visitor` may have another connection. If a limit is reached, first closes an idle connection: one of
     /// `visitor` at the limit for each visitor, any at the limit for all.
-    fn make_room(&mut self, visitor: &str, places: ConnectionQuota, now: Instant) -> bool {
+    fn make_room(&mut self, visitor: &str, quota: ConnectionQuota, now: Instant) -> bool {
         let own = self
             .connections
             .values()
             .filter(|one| one.visitor == visitor);
         let own = own.count();
-        if own < places.each && self.connections.len() < places.most {
+        if own < quota.max_per_visitor && self.connections.len() < quota.max_total {
             return true;
         }
-        let is_own = own >= places.each;
+        let is_own = own >= quota.max_per_visitor;
         let idle = self.connections.iter().filter_map(|(number, one)| {
             let may_go = !is_own || one.visitor == visitor;
-            let is_idle = |since: &Instant| now.saturating_duration_since(*since) >= places.idle;
+            let is_idle = |since: &Instant| now.saturating_duration_since(*since) >= quota.idle;
             let since = (*lock(&one.idle)).filter(is_idle);
             since.filter(|_| may_go).map(|since| (since, *number))
         });
@@ -321,7 +321,7 @@ impl Server<'_> {
         }
         let visitor = visitor_of(&stream);
         let mut guests = lock(&self.guests);
-        if !guests.make_room(&visitor, self.places, self.control.life().now()) {
+        if !guests.make_room(&visitor, self.quota, self.control.life().now()) {
             drop(guests);
             return self.refuse(&stream, name, Refusal::NotNow, "too many clients");
         }
@@ -342,7 +342,7 @@ impl Server<'_> {
             connection.stream.shutdown(Shutdown::Both);
         });
         if let Err(MigrationError::Thread { source, .. }) = serving {
-            (self.on_event)(ServerEvent::ReadFailure(source));
+            (self.on_event)(ServerEvent::AcceptFailed(source));
         }
     }
 
@@ -565,8 +565,8 @@ mod tests {
     use super::*;
 
     const CONNECTION_QUOTA: ConnectionQuota = ConnectionQuota {
-        most: 4,
-        each: 2,
+        max_total: 4,
+        max_per_visitor: 2,
         idle: Duration::ZERO,
     };
 

@@ -141,7 +141,7 @@ pub(crate) struct DecompressQueue<'a> {
     /// Run that is being filled.
     run: Option<Run>,
     /// Pages of runs that threads may still have, by RAM block.
-    away: Vec<DirtyBitmap>,
+    pages_in_threads: Vec<DirtyBitmap>,
     any_in_use: bool,
     /// Empty runs for reuse. The vector has capacity for all runs.
     taken_back: Vec<Run>,
@@ -159,7 +159,7 @@ impl<'a> DecompressQueue<'a> {
         (threads > 0).then(|| Self {
             runs: &pool.runs,
             run: None,
-            away: blocks
+            pages_in_threads: blocks
                 .map(|block| DirtyBitmap::new(block.pages()))
                 .collect(),
             any_in_use: false,
@@ -183,7 +183,7 @@ impl<'a> DecompressQueue<'a> {
                 run
             }
         };
-        self.away[block].set(offset / PAGE_SIZE);
+        self.pages_in_threads[block].set(offset / PAGE_SIZE);
         self.any_in_use = true;
         run.pages.push(Page {
             block,
@@ -201,7 +201,7 @@ impl<'a> DecompressQueue<'a> {
 
     /// Waits until no thread can still have this page.
     pub(crate) fn wait_for(&mut self, block: usize, offset: usize) -> Result<(), MigrationError> {
-        if self.away[block].test(offset / PAGE_SIZE) {
+        if self.pages_in_threads[block].test(offset / PAGE_SIZE) {
             self.settle()?;
         }
         Ok(())
@@ -231,7 +231,7 @@ impl<'a> DecompressQueue<'a> {
     /// Clears a run whose pages are in guest RAM.
     fn take_back(&self, run: &mut Run) {
         for page in run.pages.drain(..) {
-            self.away[page.block].clear_range(page.offset / PAGE_SIZE, 1);
+            self.pages_in_threads[page.block].clear_range(page.offset / PAGE_SIZE, 1);
         }
         run.streams.clear();
     }

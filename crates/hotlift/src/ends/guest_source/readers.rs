@@ -98,12 +98,12 @@ impl Source for GuestSource<'_> {
             return None;
         }
         let transferred = self.out.counts().transferred_bytes;
-        let mut moved = lock(&self.moved);
-        if transferred != moved.0 || self.control.status() != Status::Device {
-            *moved = (transferred, now);
+        let mut last_progress = lock(&self.last_progress);
+        if transferred != last_progress.0 || self.control.status() != Status::Device {
+            *last_progress = (transferred, now);
         }
         let limit = self.options.limits.handshake_timeout;
-        if now.saturating_duration_since(moved.1) > limit {
+        if now.saturating_duration_since(last_progress.1) > limit {
             session.fail(MigrationError::Timeout {
                 waiting_for: "progress while the guest is paused".to_owned(),
                 waited: limit,

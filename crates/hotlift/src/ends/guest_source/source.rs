@@ -44,7 +44,7 @@ pub(crate) struct GuestSource<'a> {
     /// Pages checked for zeros by channels instead of devices.
     pub checked_pages: AtomicU64,
     /// Bytes written while the guest is paused, and the time of their last increase.
-    pub(super) moved: Mutex<(u64, Instant)>,
+    pub(super) last_progress: Mutex<(u64, Instant)>,
 }
 
 impl<'a> GuestSource<'a> {
@@ -70,7 +70,7 @@ impl<'a> GuestSource<'a> {
             asked_block: Mutex::default(),
             postcopy_requests: AtomicU64::new(0),
             checked_pages: AtomicU64::new(0),
-            moved: Mutex::new((0, Instant::now())),
+            last_progress: Mutex::new((0, Instant::now())),
         }
     }
 

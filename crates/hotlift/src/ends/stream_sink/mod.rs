@@ -159,7 +159,7 @@ impl SyncPoints {
 
 /// Facts about the source that the sink needs.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Seen {
+pub(crate) struct SourceFacts {
     /// Sync points of the source; `None` without multifd.
     pub sync_points: Option<SyncPoints>,
     /// True if the source detects zero pages.
@@ -170,7 +170,7 @@ pub(crate) struct Seen {
     pub preempts: bool,
 }
 
-impl Seen {
+impl SourceFacts {
     /// Returns the facts for the guest of this process.
     pub(crate) fn guest(preempts: bool) -> Self {
         Self {
@@ -189,7 +189,7 @@ pub(crate) struct StreamSink<'a> {
     /// peer must learn that there was no commit.
     asked_whether_loaded: AtomicBool,
     control: Control,
-    seen: Seen,
+    facts: SourceFacts,
     sync_points: SyncPoints,
     /// Version of the machine type.
     version: Option<(u32, u32)>,
@@ -207,7 +207,7 @@ pub(crate) struct StreamSink<'a> {
     /// Zero pages that wait for the next section on main.
     zeros: Vec<PageSet>,
     /// Number of zero pages added since the last section of zero pages.
-    kept: AtomicUsize,
+    zeros_since_section: AtomicUsize,
     /// Run state of the guest before the migration, found in its device state.
     run_state: OnceLock<String>,
     run_state_search: Mutex<RunStateSearch>,
@@ -216,7 +216,7 @@ pub(crate) struct StreamSink<'a> {
 /// Opens the sink: connects to the peer or creates the file, as the request selects.
 pub(crate) fn open<'a>(
     request: Request<'a>,
-    seen: Seen,
+    facts: SourceFacts,
     opening: Opening<'_>,
     memory: &MemoryLimit,
 ) -> Result<Box<dyn Sink + 'a>, MigrationError> {
@@ -225,14 +225,14 @@ pub(crate) fn open<'a>(
     } = request;
     match request.outgoing {
         Outgoing::Address(to) => {
-            let sink = StreamSink::connect(to, settings, seen, opening, memory, control)?;
+            let sink = StreamSink::connect(to, settings, facts, opening, memory, control)?;
             Ok(Box::new(sink))
         }
         Outgoing::File {
             path,
             format: FileFormat::Hotlift,
         } => {
-            let flushes = SyncPoints::known(settings, seen.sync_points);
+            let flushes = SyncPoints::known(settings, facts.sync_points);
             let sink = BlockSink::create(path, settings, (opening, flushes), memory, control)?;
             Ok(Box::new(sink))
         }
@@ -262,7 +262,7 @@ impl<'a> StreamSink<'a> {
     pub(crate) fn connect(
         to: &Address,
         settings: &'a RelaySettings,
-        seen: Seen,
+        facts: SourceFacts,
         opening: Opening<'_>,
         memory: &MemoryLimit,
         control: &Control,
@@ -289,17 +289,17 @@ impl<'a> StreamSink<'a> {
             out,
             asked_whether_loaded: AtomicBool::new(false),
             control: control.clone(),
-            seen,
-            sync_points: SyncPoints::of_destination(settings, seen.sync_points, configuration),
+            facts,
+            sync_points: SyncPoints::of_destination(settings, facts.sync_points, configuration),
             version: version_of(configuration),
-            finds_zeros: AtomicBool::new(seen.zeros_were_detected),
+            finds_zeros: AtomicBool::new(facts.zeros_were_detected),
             switched: AtomicBool::new(false),
             preempt: OnceLock::new(),
             is_hotlift: AtomicBool::new(false),
             ram: ram.clone(),
             host_pages: HostPages::new(&ram.blocks, memory),
             zeros: zeros.collect(),
-            kept: AtomicUsize::new(0),
+            zeros_since_section: AtomicUsize::new(0),
             run_state: OnceLock::new(),
             run_state_search: Mutex::default(),
         })
@@ -308,7 +308,7 @@ impl<'a> StreamSink<'a> {
     /// Returns the connections on which the peer reports the outcome, and receives the confirmation. For a guest of this
     /// process these are all connections, because one may be lost.
     fn outcome_streams(&self) -> impl Iterator<Item = &Stream> {
-        let streams = if self.seen.is_guest { usize::MAX } else { 1 };
+        let streams = if self.facts.is_guest { usize::MAX } else { 1 };
         self.out.streams().take(streams)
     }
 
@@ -358,10 +358,10 @@ impl<'a> StreamSink<'a> {
 
     /// Returns the features of the stream, for a Hotlift at the destination.
     fn offer(&self) -> Offer {
-        if self.seen.is_guest {
+        if self.facts.is_guest {
             return Offer::new(handshake::features(
                 &self.settings.outgoing,
-                self.seen.preempts,
+                self.facts.preempts,
             ));
         }
         let mut features = Features::RELAYED
@@ -411,7 +411,7 @@ impl<'a> StreamSink<'a> {
         match self.settings.zero_pages {
             Some(mode) => mode != ZeroPageDetection::None,
             // In postcopy a QEMU with multifd does not detect zero pages (10.1 and newer).
-            None if self.is_switched() => !self.seen.zeros_were_detected,
+            None if self.is_switched() => !self.facts.zeros_were_detected,
             None => !self.finds_zeros.load(Ordering::Relaxed),
         }
     }
@@ -442,7 +442,8 @@ impl<'a> StreamSink<'a> {
         for offset in offsets {
             self.zeros[block].insert(*offset)?;
         }
-        self.kept.fetch_add(offsets.len(), Ordering::Relaxed);
+        self.zeros_since_section
+            .fetch_add(offsets.len(), Ordering::Relaxed);
         Ok(())
     }
 
@@ -488,7 +489,7 @@ impl Sink for StreamSink<'_> {
         let options = &self.settings.outgoing;
         if options.compress {
             options.compress_threads.into()
-        } else if self.seen.is_guest {
+        } else if self.facts.is_guest {
             0
         } else {
             self.out.multifd.len().max(1)
@@ -519,7 +520,7 @@ impl Sink for StreamSink<'_> {
             answers.ask(offer.ping());
             main.command(Command::Ping(offer.ping()))?;
         }
-        let waiting_for = match self.seen.is_guest {
+        let waiting_for = match self.facts.is_guest {
             true => format!(
                 "the destination's answer to the start of the stream (check that it expects {} multifd channels too)",
                 settings.channels()
@@ -543,7 +544,7 @@ impl Sink for StreamSink<'_> {
                 ),
             });
         }
-        if !is_hotlift && !self.seen.is_guest {
+        if !is_hotlift && !self.facts.is_guest {
             self.lock_main().drop_checksum();
         }
         if self.has_guessed_sync_points() {
@@ -569,7 +570,7 @@ impl Sink for StreamSink<'_> {
         let flush = self.flushes();
         let id = Some(self.ram.section_id);
         self.lock_main().ram_start(id, &self.ram.blocks, flush)?;
-        if self.seen.is_guest {
+        if self.facts.is_guest {
             return self.section_sent();
         }
         if !self.out.answers.takes(Features::CONNECTED_PING) {
@@ -586,14 +587,14 @@ impl Sink for StreamSink<'_> {
     fn section_end(&self) -> Result<(), MigrationError> {
         // If each section is a sync point, there may be no other sections.
         let each = self.sync_points.each_section && !self.out.multifd.is_empty();
-        if each || self.kept.swap(0, Ordering::Relaxed) == 0 {
+        if each || self.zeros_since_section.swap(0, Ordering::Relaxed) == 0 {
             return Ok(());
         }
         self.zero_section(false)
     }
 
     fn barrier(&self) -> Result<(), MigrationError> {
-        if self.seen.is_guest {
+        if self.facts.is_guest {
             self.lock_main().end_section(self.flushes())?;
             return self.section_sent();
         }
@@ -671,7 +672,7 @@ impl Sink for StreamSink<'_> {
             true => format!("{LOADED} ({GUESSED_SYNC_POINTS})"),
             false => LOADED.to_owned(),
         };
-        let limit = match self.seen.is_guest {
+        let limit = match self.facts.is_guest {
             true => self.settings.limits.handshake_timeout,
             false => LOADING,
         };
@@ -694,7 +695,7 @@ impl Sink for StreamSink<'_> {
         self.asked_whether_loaded.store(false, Ordering::Release);
         let id = answers.id();
         // Send errors are ignored from here on: a connection that is lost now may have delivered EOF.
-        if self.seen.is_guest {
+        if self.facts.is_guest {
             main.take().end_of_file();
             if id.is_some() {
                 // SYNC on a channel has the same meaning as EOF on main. It is sent on every channel, because each connection
@@ -722,7 +723,7 @@ impl Sink for StreamSink<'_> {
 
     fn return_path(&self, forward: Forward<'_>, failed: &dyn Fn(Channel, MigrationError)) {
         let others = |channel, message: &ReturnMessage<'_>, bytes: &[u8]| match message {
-            ReturnMessage::Hello { .. } if !self.seen.is_guest => Err(MigrationError::Protocol {
+            ReturnMessage::Hello { .. } if !self.facts.is_guest => Err(MigrationError::Protocol {
                 channel,
                 got: "a second HELLO".to_owned(),
                 doing: "receiving from the destination",
@@ -744,7 +745,7 @@ impl Sink for StreamSink<'_> {
 
     fn lost_channel(&self) -> Option<Channel> {
         // Channels of a guest have threads that detect their loss.
-        let sampled = Some(&self.out.multifd).filter(|_| !self.seen.is_guest);
+        let sampled = Some(&self.out.multifd).filter(|_| !self.facts.is_guest);
         sampled.and_then(MultifdSend::lost_channel)
     }
 
@@ -766,7 +767,7 @@ impl Sink for StreamSink<'_> {
     }
 
     fn closing_reason(&self) -> Option<String> {
-        self.out.answers.wait_reason(match self.seen.is_guest {
+        self.out.answers.wait_reason(match self.facts.is_guest {
             true => REASON_WAIT_OF_GUEST,
             false => REASON_WAIT,
         })
@@ -851,8 +852,8 @@ mod tests {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let to = format!("tcp:{}", listener.local_addr().unwrap());
             let (to, memory) = (to.parse().unwrap(), MemoryLimit::new(1 << 20));
-            let (seen, control) = (Seen::guest(false), Control::new());
-            let sink = StreamSink::connect(&to, &settings, seen, opening, &memory, &control);
+            let (facts, control) = (SourceFacts::guest(false), Control::new());
+            let sink = StreamSink::connect(&to, &settings, facts, opening, &memory, &control);
             let sink = sink.unwrap();
             std::thread::scope(|scope| {
                 scope.spawn(|| answer_pings(&listener));
@@ -860,7 +861,7 @@ mod tests {
                 sink.open(opening).unwrap();
                 sink.await_ready().unwrap();
                 if commits {
-                    sink.settled();
+                    sink.guest_may_run();
                 }
                 sink.close();
             });

@@ -140,7 +140,7 @@ impl WritePages for MainWriter<'_, '_> {
         counters.add_pages(batch.normal.len(), batch.zero.len());
         let mut main = self.sink.lock_main();
         main.compressed_pages(records(batch), pages)?;
-        match self.sink.seen.is_guest {
+        match self.sink.facts.is_guest {
             // A guest's rounds end the sections. At each end, a destination waits for its decompression threads.
             true => Ok(()),
             false => main.end_section(false),

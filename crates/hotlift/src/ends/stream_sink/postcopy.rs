@@ -60,7 +60,7 @@ impl Postcopy for StreamSink<'_> {
         self.await_answer(self.settings.limits.handshake_timeout, READY)
     }
 
-    fn settled(&self) {
+    fn guest_may_run(&self) {
         self.asked_whether_loaded.store(false, Ordering::Release);
     }
 
@@ -80,7 +80,7 @@ impl Postcopy for StreamSink<'_> {
         Ok(())
     }
 
-    fn is_apart(&self) -> bool {
+    fn has_separate_connection(&self) -> bool {
         self.preempt.get().is_some() || !self.pages_on_main()
     }
 

@@ -37,17 +37,22 @@ pub(crate) enum Step {
 pub(crate) struct ChannelWait {
     until: Instant,
     /// Time after the latest channel in which a further channel may arrive.
-    settle: Duration,
+    settle_time: Duration,
     quiet_since: Instant,
     channels: usize,
 }
 
 impl ChannelWait {
     /// Begins the wait with `channels` connected channels; `timeout` is its limit.
-    pub(crate) fn new(now: Instant, channels: usize, settle: Duration, timeout: Duration) -> Self {
+    pub(crate) fn new(
+        now: Instant,
+        channels: usize,
+        settle_time: Duration,
+        timeout: Duration,
+    ) -> Self {
         Self {
             until: now + timeout,
-            settle,
+            settle_time,
             quiet_since: now,
             channels,
         }
@@ -70,7 +75,7 @@ impl ChannelWait {
     }
 
     fn left(&self, now: Instant) -> Duration {
-        (self.quiet_since + self.settle).saturating_duration_since(now)
+        (self.quiet_since + self.settle_time).saturating_duration_since(now)
     }
 
     /// Returns the next step. If `expected` is true, the wait is not complete without a channel.

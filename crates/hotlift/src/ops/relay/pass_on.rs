@@ -10,7 +10,7 @@ use hotlift_wire::multifd::{self, HEADER_LEN, Hello, Method, PacketLayout, ZeroP
 
 use crate::ends::request::{Outgoing, Request};
 use crate::ends::stream_sink;
-use crate::ends::stream_sink::{Seen, SyncPoints, version_of};
+use crate::ends::stream_sink::{SourceFacts, SyncPoints, version_of};
 use crate::ends::stream_source::accept::{Channels, QemuConnections, SETTLE};
 use crate::ends::stream_source::candidates::NO_PREEMPT;
 use crate::ends::stream_source::main_reader::{LateConnections, MainReader};
@@ -145,7 +145,7 @@ fn pass_on(
         graceful_close::refuse(&[&main], &error);
         return Err(error);
     }
-    let seen = Seen {
+    let facts = SourceFacts {
         sync_points: channels.as_ref().map(|_| SyncPoints {
             each_section: !setup.flush,
             are_shown: setup
@@ -174,7 +174,7 @@ fn pass_on(
                 method: method.name(),
             });
         }
-        stream_sink::open(request, seen, opening, &memory)
+        stream_sink::open(request, facts, opening, &memory)
     };
     let sink = match open() {
         Ok(sink) => sink,

@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::ends::file::{FileSource, PageMap, SavedVm};
 use crate::ends::request::Request;
 use crate::ends::stream_sink;
-use crate::ends::stream_sink::{Seen, SyncPoints};
+use crate::ends::stream_sink::{SourceFacts, SyncPoints};
 use crate::ends::stream_source::device_state;
 use crate::error::MigrationError;
 use crate::figures::Counters;
@@ -43,13 +43,13 @@ fn run<P: PageMap>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed
         early: &stream.early,
         ram: &stream.ram,
     };
-    let seen = Seen {
+    let facts = SourceFacts {
         sync_points: stream.flush_after_each_section.map(SyncPoints::shown),
         zeros_were_detected: true,
         is_guest: false,
         preempts: false,
     };
-    let sink = stream_sink::open(request, seen, opening, &memory)?;
+    let sink = stream_sink::open(request, facts, opening, &memory)?;
     let received = Counters::of_side(file.readers());
     let id = handshake::new_id().map_err(MigrationError::opening)?;
     let session = Session::new(

@@ -64,12 +64,12 @@ impl Serving {
                     event => format!("{event:?}"),
                 });
             };
-            let places = ConnectionQuota {
-                most: places,
-                each: places,
+            let quota = ConnectionQuota {
+                max_total: places,
+                max_per_visitor: places,
                 idle,
             };
-            serve_some(&listener, tls, &folder, &ends, (&on_event, places)).unwrap();
+            serve_some(&listener, tls, &folder, &ends, (&on_event, quota)).unwrap();
         });
         Self {
             address,

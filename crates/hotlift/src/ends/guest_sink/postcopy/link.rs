@@ -24,7 +24,7 @@ struct LinkState {
     /// True if there is no connection.
     is_lost: bool,
     /// True while a source that resumes asks which pages have arrived. No page is requested in this time.
-    is_asked: bool,
+    requests_paused: bool,
     /// RAM block of the last request on this connection. The next request for this block leaves out its name.
     named: Option<usize>,
 }
@@ -61,14 +61,14 @@ impl<'a> Link<'a> {
         *lock(&self.sink.recovered) = Some(Arc::clone(&stream));
         *lock(&self.now) = LinkState {
             recovered: Some(stream),
-            is_asked: true,
+            requests_paused: true,
             ..LinkState::default()
         };
     }
 
     /// Resumes requests. The caller must repeat the requests for all missing pages.
     pub(super) fn resume_requests(&self) {
-        lock(&self.now).is_asked = false;
+        lock(&self.now).requests_paused = false;
     }
 
     /// Sends `bytes`, which must be whole messages.
@@ -88,7 +88,7 @@ impl<'a> Link<'a> {
     /// repeated.
     pub(super) fn ask_for(&self, block: usize, page: usize) {
         let mut now = lock(&self.now);
-        if now.is_asked {
+        if now.requests_paused {
             return;
         }
         let start = (page * PAGE_SIZE) as u64;

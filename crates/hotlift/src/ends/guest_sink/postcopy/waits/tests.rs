@@ -227,7 +227,7 @@ impl World {
     }
 
     fn send(&mut self, block: usize, page: usize) {
-        let pages = self.ledger.together(block, page);
+        let pages = self.ledger.pages_of_group(block, page);
         self.send_on_main(pages.map(|page| (block, page)).collect());
     }
 
@@ -260,7 +260,7 @@ impl World {
         self.longest = self.longest.max(now - since);
         match self.has_preempt {
             true => {
-                let pages = self.ledger.together(block, page);
+                let pages = self.ledger.pages_of_group(block, page);
                 self.urgent
                     .push_back(pages.map(|page| (block, page)).collect());
             }
