@@ -295,7 +295,7 @@ fn conclude(
             warn!(
                 "the guest {}: {}",
                 state_clause(&state),
-                destination.leave()
+                destination.keep_running()
             );
             clock.is_here(&state);
             Ok(())
@@ -308,7 +308,7 @@ fn conclude(
                 }
                 _ => reason,
             },
-            qemu: destination.leave(),
+            qemu: destination.keep_running(),
             can_run,
             has_source: false,
         }),
@@ -343,7 +343,7 @@ fn failed(
     let trouble = error.chain();
     let explained = |words: &str| format!("{trouble}; QEMU: {words}");
     let never = |destination: Destination, reason: String| {
-        destination.give_back();
+        destination.restore_settings();
         match is_interrupted {
             true => TerminalError::Interrupted.into(),
             false if error.is_damage() => CommandError::Damaged {
@@ -374,7 +374,7 @@ fn print_lost_pages(lost: &LostPages) {
 fn not_known(destination: Destination, reasons: String) -> CommandError {
     CommandError::NotKnown {
         reasons,
-        qemu: destination.leave_alone(),
+        qemu: destination.keep_running_unchanged(),
     }
 }
 
@@ -439,7 +439,7 @@ fn relay(
         }
     };
     let on_commit = || destination.custody().release();
-    let has_taken = |was: Option<&str>| destination.has_taken(was);
+    let has_taken = |was: Option<&str>| destination.query_guest_state(was);
     let hooks = Hooks {
         on_progress: Some(&show),
         on_commit: Some(&on_commit),

@@ -369,7 +369,7 @@ impl Host<'_> {
             }
         };
         let on_commit = || destination.custody().release();
-        let has_taken = |was: Option<&str>| destination.has_taken(was);
+        let has_taken = |was: Option<&str>| destination.query_guest_state(was);
         let hooks = Hooks {
             on_progress: Some(&note),
             on_commit: Some(&on_commit),
@@ -515,7 +515,7 @@ impl Host<'_> {
             )),
             Statement::Never { reason } | Statement::Ended { reason } => {
                 let reasons = explained(&reason);
-                destination.give_back();
+                destination.restore_settings();
                 let _ = source.send(&failed(reasons.clone(), DestinationKnowledge::NotHere));
                 if is_interrupted {
                     return Err(TerminalError::Interrupted.into());
@@ -578,7 +578,7 @@ fn print_arrival(state: &RunState, destination: Destination) {
     print_line!(
         "the guest {} here: {}",
         state_clause(state),
-        destination.leave()
+        destination.keep_running()
     );
 }
 
@@ -592,7 +592,7 @@ fn not_running(
     let _ = source.send(&failed(reasons.clone(), DestinationKnowledge::Stopped));
     CommandError::NotRunning {
         reasons,
-        qemu: destination.leave(),
+        qemu: destination.keep_running(),
         can_run,
         has_source: true,
     }
@@ -619,7 +619,7 @@ fn not_known(source: &mut Conversation, destination: Destination, reasons: Strin
     let _ = source.send(&failed(reasons.clone(), DestinationKnowledge::Unknown));
     CommandError::NotKnown {
         reasons,
-        qemu: destination.leave_alone(),
+        qemu: destination.keep_running_unchanged(),
     }
 }
 

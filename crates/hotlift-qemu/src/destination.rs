@@ -191,7 +191,7 @@ impl Destination {
         }
         let folder = OwnFolder::private()?;
         let uri = format!("unix:{}", folder.path().join(name).display());
-        let changed = Changed::left(&mut qemu).map_err(at_destination)?;
+        let changed = Changed::unrestored(&mut qemu).map_err(at_destination)?;
         match qemu.migrate_recover(&uri) {
             Err(error @ QmpError::Command { .. }) if !is_paused => {
                 return Err(not_paused(Some(&error)));
@@ -334,7 +334,7 @@ impl Destination {
 
     /// Queries once if QEMU has the guest. `was` is the guest's state at the switchover; `None` if unknown. If this process has
     /// started QEMU, and QEMU does not run a guest that ran at the source, this function ends QEMU.
-    pub fn has_taken(&self, was: Option<&str>) -> QemuGuestState {
+    pub fn query_guest_state(&self, was: Option<&str>) -> QemuGuestState {
         if let Some(was) = was {
             *self.before() = PreviousState {
                 state: was.into(),
@@ -746,7 +746,7 @@ impl Destination {
 
     /// Restores the settings of a QEMU that has no guest, if another process started it. Errors are ignored: after a failed
     /// incoming migration QEMU is no longer usable.
-    pub fn give_back(mut self) {
+    pub fn restore_settings(mut self) {
         if let (Some(changed), None) = (self.changed.take(), &self.process) {
             let _ = changed.undo(&mut self.qemu());
         }
@@ -754,18 +754,18 @@ impl Destination {
 
     /// Leaves QEMU running with its settings unchanged, since the guest's state is unknown. Returns QEMU's location for the
     /// operator.
-    pub fn leave_alone(self) -> String {
+    pub fn keep_running_unchanged(self) -> String {
         match self.process {
             Some(process) => process
                 .into_inner()
                 .unwrap_or_else(PoisonError::into_inner)
-                .leave(),
+                .keep_running(),
             None => format!("QMP socket {}", self.qemu().client().address()),
         }
     }
 
     /// Restores the settings of a QEMU that has the guest, and leaves QEMU running. Returns QEMU's location for the operator.
-    pub fn leave(mut self) -> String {
+    pub fn keep_running(mut self) -> String {
         if let Some(changed) = self.changed.take()
             && let Err(error) = changed.undo(&mut self.qemu())
             && !error.is_disconnected()
@@ -775,7 +775,7 @@ impl Destination {
                 "hotlift: cannot restore the migration settings of the destination's QEMU: {error}"
             );
         }
-        self.leave_alone()
+        self.keep_running_unchanged()
     }
 }
 
@@ -926,7 +926,7 @@ mod tests {
         for events in [&[][..], &[QUIT]] {
             let destination = ends_with(events);
             assert_eq!(
-                destination.has_taken(None),
+                destination.query_guest_state(None),
                 QemuGuestState::Unknown,
                 "{events:?}"
             );
@@ -938,9 +938,12 @@ mod tests {
     #[test]
     fn a_failure_that_an_event_reports_is_final_if_the_guest_has_not_run() {
         const FAILED: &str = r#"{"event":"MIGRATION","data":{"status":"failed"}}"#;
-        assert_eq!(ends_with(&[FAILED]).has_taken(None), QemuGuestState::Never);
         assert_eq!(
-            ends_with(&[RESUME, FAILED]).has_taken(None),
+            ends_with(&[FAILED]).query_guest_state(None),
+            QemuGuestState::Never
+        );
+        assert_eq!(
+            ends_with(&[RESUME, FAILED]).query_guest_state(None),
             QemuGuestState::Unknown
         );
     }

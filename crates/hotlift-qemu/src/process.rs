@@ -150,7 +150,7 @@ impl Started {
 
     /// Leaves QEMU running, and returns its location for the operator. If QEMU's command line has no QMP socket, this process's
     /// socket is kept for the operator.
-    pub fn leave(self) -> String {
+    pub fn keep_running(self) -> String {
         self.custody.release();
         if self.has_own_qmp {
             self.remove_socket();

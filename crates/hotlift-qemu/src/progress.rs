@@ -57,9 +57,9 @@ pub struct Watch {
     relay: RelayProgress,
     wire_rate: f64,
     /// Number of pages that QEMU has processed, including zero pages, which cause almost no data.
-    settled: u64,
+    processed_pages: u64,
     /// Time of the last progress since the relay's start: the relay sent data, or QEMU processed pages.
-    moved: Duration,
+    last_progress_at: Duration,
     is_save: bool,
     round: u64,
     without_gain: u32,
@@ -88,7 +88,7 @@ impl Watch {
             let sent = relay.sent_bytes.saturating_sub(self.relay.sent_bytes);
             self.wire_rate = to_f64(sent) / time.as_secs_f64();
             if sent > 0 {
-                self.moved = relay.elapsed;
+                self.last_progress_at = relay.elapsed;
             }
             self.relay = relay;
         }
@@ -96,10 +96,10 @@ impl Watch {
             let stall = stall.map_or_else(String::new, |stall| format!(", {stall}"));
             return format!("migration {}{stall}", info.status()).into();
         };
-        let settled = ram.normal.saturating_add(ram.duplicate);
-        if settled != self.settled {
-            self.settled = settled;
-            self.moved = relay.elapsed;
+        let processed_pages = ram.normal.saturating_add(ram.duplicate);
+        if processed_pages != self.processed_pages {
+            self.processed_pages = processed_pages;
+            self.last_progress_at = relay.elapsed;
         }
         let rates = Rates::of(ram);
         if ram.dirty_sync_count != self.round {
@@ -112,7 +112,7 @@ impl Watch {
         }
         let throttle = info.cpu_throttle_percentage.unwrap_or(0);
         let reason = self.stall_reason(&rates, throttle > 0);
-        let silence = relay.elapsed.saturating_sub(self.moved);
+        let silence = relay.elapsed.saturating_sub(self.last_progress_at);
         // In postcopy the guest may request no pages for a long time, which is not a stall.
         let is_silent = stall.is_none() && silence >= SILENCE && info.status() == "active";
         let is_held_up = stall.is_some() || is_silent;

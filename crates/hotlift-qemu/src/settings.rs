@@ -100,14 +100,14 @@ pub fn restore_left(
     ready: impl FnOnce(&mut Qemu) -> Result<(), QmpError>,
 ) -> Result<(), QemuError> {
     let failed = |error| side.error(error);
-    let Some(left) = Changed::left(qemu).map_err(failed)? else {
+    let Some(unrestored) = Changed::unrestored(qemu).map_err(failed)? else {
         return Ok(());
     };
-    if let Some(process) = left.0.owner_at_work() {
+    if let Some(process) = unrestored.0.owner_at_work() {
         return Err(QemuError::InUse { process });
     }
     ready(qemu).map_err(failed)?;
-    let restored = left.undo(qemu).map_err(failed)?;
+    let restored = unrestored.undo(qemu).map_err(failed)?;
     warn!("hotlift: an earlier command left settings of QEMU changed; restored: {restored}");
     Ok(())
 }
@@ -117,7 +117,7 @@ impl Changed {
     ///
     /// # Errors
     /// QMP errors.
-    pub fn left(qemu: &mut Qemu) -> Result<Option<Self>, QmpError> {
+    pub fn unrestored(qemu: &mut Qemu) -> Result<Option<Self>, QmpError> {
         Ok(Record::of(qemu)?.map(Self))
     }
 
@@ -188,7 +188,7 @@ impl Changed {
     ///
     /// # Errors
     /// QMP errors.
-    pub fn holds_limit(&mut self, qemu: &mut Qemu) -> Result<bool, QmpError> {
+    pub fn has_own_limit(&mut self, qemu: &mut Qemu) -> Result<bool, QmpError> {
         let is_limit = |change: &&mut Change<Value>| change.name == DOWNTIME_LIMIT;
         let Some(change) = self.0.parameters.iter_mut().find(is_limit) else {
             return Ok(false);
@@ -207,7 +207,7 @@ impl Changed {
     /// # Errors
     /// QMP errors.
     pub fn set_limit(&mut self, qemu: &mut Qemu, limit: u64) -> Result<bool, QmpError> {
-        let is_held = self.holds_limit(qemu)?;
+        let is_held = self.has_own_limit(qemu)?;
         if is_held {
             qemu.set_parameters(&json!({ DOWNTIME_LIMIT: limit }))?;
             let changes = self.0.parameters.iter_mut();

@@ -217,7 +217,7 @@ impl Source {
         };
         match limit {
             Some(limit) => changed.set_limit(&mut self.qemu(), limit),
-            None => changed.holds_limit(&mut self.qemu()),
+            None => changed.has_own_limit(&mut self.qemu()),
         }
     }
 

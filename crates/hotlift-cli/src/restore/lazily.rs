@@ -117,7 +117,7 @@ fn after_start(
             CommandError::PagesMissing {
                 reasons,
                 resume: args.to_resume(&name, destination.later_qmp().as_ref()),
-                qemu: destination.leave_alone(),
+                qemu: destination.keep_running_unchanged(),
                 answers,
                 rest,
             }
