@@ -151,12 +151,12 @@ impl MatrixArgs {
         }
         let effective: Vec<_> = migrations
             .iter()
-            .map(MigrationArgs::without_idle)
+            .map(MigrationArgs::without_ineffective)
             .collect::<Result<_, _>>()?;
         for axis in self.with.iter().filter(|axis| !but.contains(&axis.name)) {
             if effective.iter().all(|migration| !migration.has(axis.name)) {
                 let mut all = migrations.iter();
-                all.try_for_each(|migration| migration.refuse_if_idle(axis.name))?;
+                all.try_for_each(|migration| migration.reject_if_ineffective(axis.name))?;
             }
         }
         Ok(effective)

@@ -121,7 +121,7 @@ pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
         return Err(conflict.into());
     }
     if !args.control.is_given() {
-        args.migration.refuse_idle()?;
+        args.migration.reject_ineffective()?;
     }
     if args.tell_events {
         // A child process must not run longer than the command that started it.

@@ -131,13 +131,13 @@ impl MigrationArgs {
 
     /// Returns an error if a given option has no effect, because another option is not set. Only for commands without a
     /// monitor: through a monitor the other option can be set later.
-    pub fn refuse_idle(&self) -> Result<(), OptionError> {
+    pub fn reject_ineffective(&self) -> Result<(), OptionError> {
         let mut given = self.given.iter();
-        given.try_for_each(|given| self.refuse_if_idle(given.option.name))
+        given.try_for_each(|given| self.reject_if_ineffective(given.option.name))
     }
 
     /// Returns an error if the option `name` was given, but has no effect.
-    pub fn refuse_if_idle(&self, name: &str) -> Result<(), OptionError> {
+    pub fn reject_if_ineffective(&self, name: &str) -> Result<(), OptionError> {
         let options = self.options()?;
         let given = self.given.iter().find(|given| given.option.name == name);
         match given.and_then(|given| Some((given, given.option.lacks(&options)?))) {
@@ -150,7 +150,7 @@ impl MigrationArgs {
     }
 
     /// Returns a copy that contains only the options that have an effect.
-    pub fn without_idle(&self) -> Result<Self, OptionError> {
+    pub fn without_ineffective(&self) -> Result<Self, OptionError> {
         let options = self.options()?;
         let mut rest = Self::default();
         let effective = |given: &&Given| given.option.lacks(&options).is_none();
@@ -385,7 +385,7 @@ impl<R: HasRole> FromArgMatches for RoleArgs<R> {
         let checked = match R::ROLE {
             // A built-in guest accepts options without effect: a monitor can set the related option later.
             Role::Guest => args.options().map(|_| ()),
-            _ => args.refuse_idle(),
+            _ => args.reject_ineffective(),
         };
         checked.map_err(|error| refused(&error, None))?;
         Ok(args)
@@ -617,10 +617,10 @@ mod tests {
             let error = parse_as::<role::Pair>(flags).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
             let kept = parse(flags).unwrap();
-            assert!(kept.refuse_idle().is_err(), "{flags:?}");
-            let rest = kept.without_idle().unwrap();
+            assert!(kept.reject_ineffective().is_err(), "{flags:?}");
+            let rest = kept.without_ineffective().unwrap();
             assert_eq!(rest.given().len(), kept.given().len() - 1, "{flags:?}");
-            rest.refuse_idle().unwrap();
+            rest.reject_ineffective().unwrap();
         }
     }
 

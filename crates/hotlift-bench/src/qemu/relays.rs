@@ -35,7 +35,7 @@ pub fn of_qemus(cell: &Cell) -> Result<Cell, Stop> {
     }
     let plain = cell.migration.with("multifd-compression", "none");
     let plain = plain.and_then(|plain| plain.with(certificates::OPTION, ""));
-    let plain = plain.and_then(|plain| plain.without_idle());
+    let plain = plain.and_then(|plain| plain.without_ineffective());
     Ok(Cell {
         migration: plain.map_err(BenchError::from)?,
         ..cell.clone()
