@@ -40,7 +40,7 @@ impl<'a> MethodRuns<'a> {
     }
 
     /// Returns this method's run with the same repeat number as `record`; `None` if that run did not complete.
-    fn run_in_same_turn(&self, record: &Record) -> Option<&'a Completed> {
+    fn run_with_same_repeat(&self, record: &Record) -> Option<&'a Completed> {
         let same = |run: &Record| run.repeat == record.repeat && run.series == record.series;
         let (_, run) = self.runs.iter().find(|(run, _)| same(run))?;
         Some(run)
@@ -109,7 +109,7 @@ impl Comparison<'_> {
         let (best, _) = self.best()?;
         let runs = self.auto.iter().flat_map(|auto| &auto.runs);
         spread(runs.filter_map(|(record, run)| {
-            Some(run.source.total_ms / best.run_in_same_turn(record)?.source.total_ms)
+            Some(run.source.total_ms / best.run_with_same_repeat(record)?.source.total_ms)
         }))
     }
 
@@ -133,7 +133,7 @@ impl Comparison<'_> {
         let runs = self
             .fixed
             .iter()
-            .filter_map(|way| way.run_in_same_turn(record));
+            .filter_map(|way| way.run_with_same_repeat(record));
         best_schedule(&starts, &runs.collect::<Vec<_>>())
     }
 }

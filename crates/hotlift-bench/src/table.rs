@@ -52,15 +52,15 @@ pub struct Labels {
 
 /// Group of row settings that [`Labels`] shows.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum About {
+enum SettingGroup {
     /// Number of multifd channels.
     Channels,
     /// Other migration options.
-    Way,
+    Options,
     /// Network link.
-    Wire,
+    Link,
     /// Guest and its writes.
-    Work,
+    Guest,
 }
 
 impl Labels {
@@ -91,23 +91,23 @@ impl Labels {
         if row.engine != Engine::Hotlift {
             words.insert(0, program.to_owned());
         }
-        words.extend(self.words(row, About::Channels, true));
+        words.extend(self.words(row, SettingGroup::Channels, true));
         words.extend(self.differing_options(row));
-        words.extend(self.words(row, About::Wire, true));
+        words.extend(self.words(row, SettingGroup::Link, true));
         words.extend(self.work(row));
         words.join(" ")
     }
 
     /// Returns the migration options of `row` that differ between the rows. Omits method, level and channels.
     pub fn differing_options(&self, row: &Row) -> Vec<String> {
-        let mut words = self.words(row, About::Way, true);
+        let mut words = self.words(row, SettingGroup::Options, true);
         words.extend(self.options(row, true));
         words
     }
 
     /// Returns the migration options that all rows share. Omits defaults.
     pub fn shared_options(&self, row: &Row) -> Vec<String> {
-        let mut words = self.words(row, About::Way, false);
+        let mut words = self.words(row, SettingGroup::Options, false);
         words.retain(|word| !["zero pages: multifd", &row.guest.kind].contains(&word.as_str()));
         words.extend(self.options(row, false));
         words
@@ -116,27 +116,27 @@ impl Labels {
     /// Returns the migration options that all rows share, except those shown elsewhere in a table.
     fn common_options(&self, row: &Row) -> Vec<String> {
         let mut options = self.options(row, false);
-        let channels = self.words(row, About::Channels, false);
+        let channels = self.words(row, SettingGroup::Channels, false);
         options.extend(channels.into_iter().filter(|_| row.channels == 0));
         options
     }
 
     /// Returns the settings of link and guest that differ between the rows.
     pub fn circumstances(&self, row: &Row) -> String {
-        let mut words = self.words(row, About::Wire, true);
+        let mut words = self.words(row, SettingGroup::Link, true);
         words.extend(self.work(row));
         words.join(", ")
     }
 
     /// Returns the settings of the guest that differ between the rows.
     pub fn work(&self, row: &Row) -> Vec<String> {
-        self.words(row, About::Work, true)
+        self.words(row, SettingGroup::Guest, true)
     }
 
-    fn words(&self, row: &Row, about: About, differs: bool) -> Vec<String> {
+    fn words(&self, row: &Row, group: SettingGroup, differs: bool) -> Vec<String> {
         let parts = parts(row).into_iter().zip(&self.differs);
         parts
-            .filter(|((of, _), different)| *of == about && **different == differs)
+            .filter(|((of, _), different)| *of == group && **different == differs)
             .filter_map(|((_, words), _)| words.filter(|words| !words.is_empty()))
             .collect()
     }
@@ -154,7 +154,7 @@ impl Labels {
 }
 
 /// Returns the settings that may distinguish a row, each `None` if unused. Omits engine, method, level and options.
-fn parts(row: &Row) -> Vec<(About, Option<String>)> {
+fn parts(row: &Row) -> Vec<(SettingGroup, Option<String>)> {
     let guest = &row.guest;
     let bandwidth = match row.max_bandwidth {
         0 => "unlimited".to_owned(),
@@ -168,27 +168,27 @@ fn parts(row: &Row) -> Vec<(About, Option<String>)> {
     let writes = guest.workload != "idle";
     let detects = !row.zero_page_detection.is_empty();
     vec![
-        (About::Channels, Some(channels(row))),
+        (SettingGroup::Channels, Some(channels(row))),
         (
-            About::Way,
+            SettingGroup::Options,
             detects.then(|| format!("zero pages: {}", row.zero_page_detection)),
         ),
-        (About::Way, Some(guest.kind.clone())),
-        (About::Wire, Some(bandwidth)),
-        (About::Wire, Some(link.unwrap_or_default())),
-        (About::Wire, Some(neighbour(row).unwrap_or_default())),
-        (About::Work, Some(format!("{} vCPU", guest.vcpus))),
-        (About::Work, Some(bytes(guest.ram_bytes))),
-        (About::Work, Some(guest.fill.clone())),
-        (About::Work, Some(zero_share(guest))),
-        (About::Work, Some(touched.to_owned())),
-        (About::Work, Some(guest.workload.clone())),
+        (SettingGroup::Options, Some(guest.kind.clone())),
+        (SettingGroup::Link, Some(bandwidth)),
+        (SettingGroup::Link, Some(link.unwrap_or_default())),
+        (SettingGroup::Link, Some(neighbour(row).unwrap_or_default())),
+        (SettingGroup::Guest, Some(format!("{} vCPU", guest.vcpus))),
+        (SettingGroup::Guest, Some(bytes(guest.ram_bytes))),
+        (SettingGroup::Guest, Some(guest.fill.clone())),
+        (SettingGroup::Guest, Some(zero_share(guest))),
+        (SettingGroup::Guest, Some(touched.to_owned())),
+        (SettingGroup::Guest, Some(guest.workload.clone())),
         (
-            About::Work,
+            SettingGroup::Guest,
             writes.then(|| format!("{} pages/s", guest.rate)),
         ),
         (
-            About::Work,
+            SettingGroup::Guest,
             writes.then(|| format!("in {}", bytes(guest.working_set))),
         ),
     ]

@@ -21,7 +21,7 @@ pub struct Meter {
 }
 
 /// CPU time of all processes on one side of a migration.
-pub struct Used {
+pub struct SideCpu {
     /// Counts of each thread of the side's processes.
     pub threads: Vec<ThreadCounts>,
     /// CPU time of the side's processes together, including ended threads.
@@ -39,14 +39,14 @@ impl Meter {
     }
 
     /// Stops sampling, and returns the CPU time of source and destination, in this order.
-    pub fn finish(self) -> [Used; 2] {
+    pub fn finish(self) -> [SideCpu; 2] {
         let after = self.processes.iter().copied().map(process_cpu);
         let used = after
             .zip(&self.before)
             .map(|(after, before)| after.saturating_sub(*before));
         let used: Vec<Duration> = used.collect();
         let threads = self.sampler.finish();
-        [0, 1].map(|side| Used {
+        [0, 1].map(|side| SideCpu {
             threads: threads
                 .iter()
                 .skip(side)

@@ -35,7 +35,7 @@ use super::cell::Cell;
 use super::certificates::Certificates;
 use super::record::{Completed, Engine, Outcome};
 use crate::error::BenchError;
-use cpu::{Meter, Used, cpu_of, without_vcpus};
+use cpu::{Meter, SideCpu, cpu_of, without_vcpus};
 use figures::{moment, number, source_report};
 use process::{Image, Process, Start};
 use relays::Relays;
@@ -257,7 +257,7 @@ impl Program {
         let info = query(&mut source)?;
         let verified = destination.holds(&image, &layout, writes)?;
         let total = Duration::from_millis(number(&info, "total-time"));
-        let side = |used: &Used, normal| {
+        let side = |used: &SideCpu, normal| {
             let threads = cpu_of(&used.threads, used.cpu);
             SideFigures::new(threads, total, normal, JobFigures::default())
         };

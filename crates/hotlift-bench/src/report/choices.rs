@@ -18,7 +18,7 @@ const MAX_DRAWN: usize = 24;
 
 /// One interval of a run: the methods that `auto` chose in this interval.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
-struct Slice {
+struct ChoiceInterval {
     /// End of the interval, in ms since the request to migrate.
     ms: f64,
     /// Throughput of the link in the interval, in bytes per second.
@@ -57,8 +57,8 @@ pub fn of(chapters: &[Chapter<'_>], id: &str) -> Markup {
     let mut drawn: Vec<_> = all
         .filter_map(|(condition, series)| {
             let run = series.typical()?;
-            let slices: Vec<Slice> = list(run, "timeline");
-            (slices.len() > 1).then_some((condition, series, run, slices))
+            let intervals: Vec<ChoiceInterval> = list(run, "timeline");
+            (intervals.len() > 1).then_some((condition, series, run, intervals))
         })
         .collect();
     drawn.sort_by_key(|(condition, ..)| condition.is_steady());
@@ -68,8 +68,8 @@ pub fn of(chapters: &[Chapter<'_>], id: &str) -> Markup {
             section {
                 h2 { "What was chosen" }
                 p { "What went by which method, under the rate that the link had." }
-                @for (i, (condition, series, run, slices)) in drawn.iter().take(MAX_DRAWN).enumerate() {
-                    @let picture = picture(condition, series, run, slices, &format!("{id}{i}"));
+                @for (i, (condition, series, run, intervals)) in drawn.iter().take(MAX_DRAWN).enumerate() {
+                    @let picture = picture(condition, series, run, intervals, &format!("{id}{i}"));
                     @match condition.is_steady() {
                         false => { (picture) }
                         true => { (tables::details(&format!("{}. {}", series.name, condition.title), &picture)) }
@@ -85,42 +85,42 @@ fn picture(
     condition: &Condition<'_>,
     series: &Series<'_>,
     run: &Completed,
-    slices: &[Slice],
+    intervals: &[ChoiceInterval],
     id: &str,
 ) -> Markup {
     let title = format!("{}. {}", series.name, condition.title);
     html! {
         figure {
             figcaption { (title) "; " (condition.note) }
-            (stack(&series.row, slices, run.source.total_ms, id, &title))
+            (stack(&series.row, intervals, run.source.total_ms, id, &title))
         }
         (tables::of(&used(&list(run, "methods"))))
     }
 }
 
 /// Draws the rate of each method over time, stacked, and the configured rate of the link.
-fn stack(row: &Row, slices: &[Slice], total_ms: f64, id: &str, title: &str) -> Markup {
+fn stack(row: &Row, intervals: &[ChoiceInterval], total_ms: f64, id: &str, title: &str) -> Markup {
     let mbit = |bytes: f64| bytes * 8.0 / 1e6;
-    let names: BTreeSet<&str> = slices
+    let names: BTreeSet<&str> = intervals
         .iter()
-        .flat_map(|slice| slice.shares.keys().map(String::as_str))
+        .flat_map(|interval| interval.shares.keys().map(String::as_str))
         .collect();
-    let starts = std::iter::once(0.0).chain(slices.iter().map(|slice| slice.ms / 1e3));
-    let spans: Vec<(f64, f64, &Slice)> = starts
-        .zip(slices)
-        .map(|(start, slice)| (start, slice.ms / 1e3, slice))
+    let starts = std::iter::once(0.0).chain(intervals.iter().map(|interval| interval.ms / 1e3));
+    let spans: Vec<(f64, f64, &ChoiceInterval)> = starts
+        .zip(intervals)
+        .map(|(start, interval)| (start, interval.ms / 1e3, interval))
         .collect();
     let area = |(i, name): (usize, &&str)| {
-        let below = |slice: &Slice, number: usize| {
+        let below = |interval: &ChoiceInterval, number: usize| {
             let shares = names
                 .iter()
                 .take(number)
-                .filter_map(|name| slice.shares.get(*name));
-            mbit(slice.link_bytes_per_s * shares.sum::<f64>())
+                .filter_map(|name| interval.shares.get(*name));
+            mbit(interval.link_bytes_per_s * shares.sum::<f64>())
         };
         // The share is constant over an interval.
-        let points = spans.iter().flat_map(|(start, end, slice)| {
-            let (low, high) = (below(slice, i), below(slice, i + 1));
+        let points = spans.iter().flat_map(|(start, end, interval)| {
+            let (low, high) = (below(interval, i), below(interval, i + 1));
             [(*start, low, high), (*end, low, high)]
         });
         Area {
@@ -134,7 +134,9 @@ fn stack(row: &Row, slices: &[Slice], total_ms: f64, id: &str, title: &str) -> M
         .iter()
         .fold(total_ms / 1e3, |end, span| end.max(span.1));
     let link = link(row, end);
-    let carried = slices.iter().map(|slice| mbit(slice.link_bytes_per_s));
+    let carried = intervals
+        .iter()
+        .map(|interval| mbit(interval.link_bytes_per_s));
     let made = link
         .iter()
         .flat_map(|line| line.points.iter().map(|point| point.1));
@@ -202,11 +204,11 @@ mod tests {
     use super::*;
     use crate::record::tests::example;
 
-    fn slice(ms: f64, rate: f64, shares: &[(&str, f64)]) -> Slice {
+    fn interval(ms: f64, rate: f64, shares: &[(&str, f64)]) -> ChoiceInterval {
         let shares = shares
             .iter()
             .map(|(name, share)| ((*name).to_owned(), *share));
-        Slice {
+        ChoiceInterval {
             ms,
             link_bytes_per_s: rate,
             shares: shares.collect(),
@@ -218,13 +220,13 @@ mod tests {
     fn methods_are_stacked_below_the_links_rate() {
         let mut row = example().row;
         row.link = Some("1gbit,200mbit@2s,1gbit@60s".to_owned());
-        let slices = [
-            slice(1000.0, 1.2e8, &[("none", 0.75), ("zstd 1", 0.25)]),
-            slice(2000.0, 1.1e8, &[("none", 0.5), ("zstd 1", 0.5)]),
-            slice(2500.0, 8e7, &[("zstd 1", 1.0)]),
-            slice(5000.0, 2.4e7, &[("zstd 1", 0.1), ("zstd 3", 0.9)]),
+        let intervals = [
+            interval(1000.0, 1.2e8, &[("none", 0.75), ("zstd 1", 0.25)]),
+            interval(2000.0, 1.1e8, &[("none", 0.5), ("zstd 1", 0.5)]),
+            interval(2500.0, 8e7, &[("zstd 1", 1.0)]),
+            interval(5000.0, 2.4e7, &[("zstd 1", 0.1), ("zstd 3", 0.9)]),
         ];
-        let picture = stack(&row, &slices, 5000.0, "p", "t").into_string();
+        let picture = stack(&row, &intervals, 5000.0, "p", "t").into_string();
         assert_eq!(picture.matches("class=\"area\"").count(), 3, "{picture}");
         assert_eq!(picture.matches("class=\"line\"").count(), 1);
         for name in ["none", "zstd 1", "zstd 3", "the link"] {
@@ -258,8 +260,11 @@ mod tests {
     fn a_report_is_read_by_its_names() {
         let text =
             r#"{ "ms": 100.0, "link_bytes_per_s": 1e8, "shares": { "none": 0.4, "zstd 3": 0.6 } }"#;
-        let read: Slice = serde_json::from_str(text).unwrap();
-        assert_eq!(read, slice(100.0, 1e8, &[("none", 0.4), ("zstd 3", 0.6)]));
+        let read: ChoiceInterval = serde_json::from_str(text).unwrap();
+        assert_eq!(
+            read,
+            interval(100.0, 1e8, &[("none", 0.4), ("zstd 3", 0.6)])
+        );
         let text = r#"[{ "name": "zstd", "level": 3, "packets": 4, "pages": 512, "bytes_in": 2097152, "bytes_out": 1048576,
             "core_seconds": 0.01 }]"#;
         let methods: Vec<Used> = serde_json::from_str(text).unwrap();
@@ -268,6 +273,6 @@ mod tests {
             ["zstd 3", "4", "100.0", "2.00", "5.12"]
         );
         // An engine that reports no timeline.
-        assert!(list::<Slice>(&Completed::default(), "timeline").is_empty());
+        assert!(list::<ChoiceInterval>(&Completed::default(), "timeline").is_empty());
     }
 }
