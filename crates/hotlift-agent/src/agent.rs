@@ -179,7 +179,7 @@ impl Agent {
 
     /// Divides the host's budget again among the running sessions.
     pub(crate) fn share(&self) {
-        let sessions = self.sessions.under_way();
+        let sessions = self.sessions.running();
         self.shares.apply(&self.config(), &self.options(), sessions);
     }
 

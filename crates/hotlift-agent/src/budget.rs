@@ -44,9 +44,9 @@ pub struct Claim {
     /// Recent use by the session, in units a second.
     pub used: u64,
     /// Current share of the session, in units a second; 0 if the use of this share is unknown.
-    pub had: u64,
+    pub current_share: u64,
     /// Limit of the session, in units a second; 0 is unlimited.
-    pub most: u64,
+    pub limit: u64,
     /// True if the session is served before sessions without this flag, since its guest is paused.
     pub is_urgent: bool,
 }
@@ -54,25 +54,26 @@ pub struct Claim {
 impl Claim {
     /// Returns true if the session used nothing of its current share, and has no priority.
     fn is_idle(&self) -> bool {
-        self.used == 0 && self.had > 0 && !self.is_urgent
+        self.used == 0 && self.current_share > 0 && !self.is_urgent
     }
 
     /// Returns the limit of the session; [`u64::MAX`] if it has none.
-    fn most(&self) -> u64 {
-        match self.most {
+    fn limit(&self) -> u64 {
+        match self.limit {
             0 => u64::MAX,
-            most => most,
+            limit => limit,
         }
     }
 
     /// Returns the units a second that the session can use, if all sessions together may use `total`.
     fn want(&self, total: u64) -> u64 {
-        let most = self.most();
-        let needs_all = self.had == 0 || self.used >= self.had / 100 * NEEDS_ALL;
+        let limit = self.limit();
+        let needs_all =
+            self.current_share == 0 || self.used >= self.current_share / 100 * NEEDS_ALL;
         if self.is_urgent || needs_all {
-            return most;
+            return limit;
         }
-        most.min((self.used / 100 * ROOM).max(total / MIN_SHARE))
+        limit.min((self.used / 100 * ROOM).max(total / MIN_SHARE))
     }
 }
 
@@ -81,7 +82,7 @@ impl Claim {
 #[must_use]
 pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
     if total == 0 {
-        return claims.iter().map(|claim| claim.most).collect();
+        return claims.iter().map(|claim| claim.limit).collect();
     }
     let wants: Vec<_> = claims
         .iter()
@@ -114,7 +115,7 @@ pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
     }
     let capped = parts.into_iter().zip(claims);
     capped
-        .map(|(part, claim)| part.min(claim.most()).max(1))
+        .map(|(part, claim)| part.min(claim.limit()).max(1))
         .collect()
 }
 
@@ -158,7 +159,7 @@ pub struct Shares {
 }
 
 /// A session that shares the budget.
-struct Sharer {
+struct BudgetUser {
     id: Id,
     snapshot: Snapshot,
     is_urgent: bool,
@@ -184,22 +185,22 @@ impl Shares {
     /// outgoing migrations.
     pub fn apply(&self, config: &Config, options: &StreamOptions, sessions: Vec<Arc<Session>>) {
         self.rate.set(config.max_bandwidth.0);
-        let sharers = sessions.into_iter().filter_map(|session| {
+        let users = sessions.into_iter().filter_map(|session| {
             let snapshot = session.snapshot();
             let shares = session.shares_budget() && snapshot.state != State::Waiting;
             let has_relay =
                 session.subject.kind == Kind::Migration && snapshot.state != State::PassedThrough;
-            let sharer = Sharer {
+            let user = BudgetUser {
                 id: session.subject.id,
                 snapshot,
                 is_urgent: session.is_urgent(),
                 cpu: has_relay.then(|| session.control.cpu_time()),
             };
-            shares.then_some((session, sharer))
+            shares.then_some((session, user))
         });
-        let (sessions, sharers): (Vec<_>, Vec<_>) = sharers.unzip();
+        let (sessions, users): (Vec<_>, Vec<_>) = users.unzip();
         let mut usage = lock(&self.usage);
-        let shares = usage.share(config, &sharers, Instant::now());
+        let shares = usage.share(config, &users, Instant::now());
         for (session, share) in sessions.iter().zip(shares) {
             session.set_share(share, config.max_bandwidth.0, options);
         }
@@ -207,17 +208,17 @@ impl Shares {
 }
 
 impl Usage {
-    /// Returns the share of each session of `sharers` in the budget of `config` at `now`.
-    fn share(&mut self, config: &Config, sharers: &[Sharer], now: Instant) -> Vec<Share> {
+    /// Returns the share of each session of `users` in the budget of `config` at `now`.
+    fn share(&mut self, config: &Config, users: &[BudgetUser], now: Instant) -> Vec<Share> {
         self.0
-            .retain(|id, _| sharers.iter().any(|sharer| sharer.id == *id));
+            .retain(|id, _| users.iter().any(|user| user.id == *id));
         let (mut bandwidth, mut cpu) = (Vec::new(), Vec::new());
-        for Sharer {
+        for BudgetUser {
             id,
             snapshot,
             is_urgent,
             cpu: time,
-        } in sharers
+        } in users
         {
             let claim = Claim {
                 weight: snapshot.weight,
@@ -225,7 +226,7 @@ impl Usage {
                 ..Claim::default()
             };
             // Before the session's first report, its use is unknown.
-            let had = |part: u64| match snapshot.progress.elapsed.is_zero() {
+            let current_share = |part: u64| match snapshot.progress.elapsed.is_zero() {
                 true => 0,
                 false => part,
             };
@@ -234,15 +235,15 @@ impl Usage {
             let used = snapshot.rate as u64;
             bandwidth.push(Claim {
                 used,
-                had: had(snapshot.share.bandwidth),
-                most: snapshot.limit,
+                current_share: current_share(snapshot.share.bandwidth),
+                limit: snapshot.limit,
                 ..claim
             });
             cpu.push(time.map(|time| Claim {
                 // At least 1, so that no session counts as idle: shares of idle sessions are not counted in the total, and no
                 // rate limiter enforces the total of the cores.
                 used: self.cores(*id, time, now).max(1),
-                had: had(snapshot.share.cpu.into()),
+                current_share: current_share(snapshot.share.cpu.into()),
                 ..claim
             }));
         }
@@ -293,11 +294,11 @@ mod tests {
 
     const WHOLE: u64 = 1_000_000;
 
-    fn claim(weight: u32, used: u64, had: u64) -> Claim {
+    fn claim(weight: u32, used: u64, current_share: u64) -> Claim {
         Claim {
             weight,
             used,
-            had,
+            current_share,
             ..Claim::default()
         }
     }
@@ -365,7 +366,7 @@ mod tests {
             seconds += 1;
             for (session, sent) in [&migration, &disk, &answers].into_iter().zip(sent) {
                 let sent_bytes = session.snapshot().progress.sent_bytes + sent;
-                session.note(&RelayProgress {
+                session.record_progress(&RelayProgress {
                     elapsed: Duration::from_secs(seconds),
                     sent_bytes,
                     ..RelayProgress::default()
@@ -410,8 +411,8 @@ mod tests {
                 .map(|_| Claim {
                     weight: u32::try_from(draw(1001)).unwrap(),
                     used: draw(3) * draw(WHOLE),
-                    had: draw(WHOLE),
-                    most: draw(3) * draw(WHOLE),
+                    current_share: draw(WHOLE),
+                    limit: draw(3) * draw(WHOLE),
                     is_urgent: draw(4) == 0,
                 })
                 .collect();
@@ -429,7 +430,7 @@ mod tests {
             assert!(parts.iter().all(|part| *part > 0), "{claims:?} {parts:?}");
             for (claim, part) in claims.iter().zip(&parts) {
                 assert!(
-                    claim.most == 0 || *part <= claim.most.max(1),
+                    claim.limit == 0 || *part <= claim.limit.max(1),
                     "{claims:?} {parts:?}"
                 );
             }
@@ -452,7 +453,7 @@ mod tests {
 
     /// A session with its demand, on a virtual clock.
     struct Host {
-        sharer: Sharer,
+        user: BudgetUser,
         /// Bytes a second that the session would use without a limit.
         demand: u64,
         /// Thousandths of a core that the session would use without a limit.
@@ -462,35 +463,29 @@ mod tests {
     /// Runs one division: computes the use of each session since the last division, and its new share.
     fn round(usage: &mut Usage, config: &Config, hosts: &mut [Host], now: Instant) {
         for host in &mut *hosts {
-            let Host {
-                sharer,
-                demand,
-                work,
-            } = host;
-            let Share { bandwidth, cpu } = sharer.snapshot.share;
+            let Host { user, demand, work } = host;
+            let Share { bandwidth, cpu } = user.snapshot.share;
             let may = |share: u64, whole| if whole == 0 { u64::MAX } else { share };
             let sent = (*demand).min(may(bandwidth, config.max_bandwidth.0));
             let progress = RelayProgress {
-                elapsed: sharer.snapshot.progress.elapsed + ROUND,
-                sent_bytes: sharer.snapshot.progress.sent_bytes + sent / 4,
+                elapsed: user.snapshot.progress.elapsed + ROUND,
+                sent_bytes: user.snapshot.progress.sent_bytes + sent / 4,
                 ..RelayProgress::default()
             };
-            sharer.snapshot.note(&progress, None);
+            user.snapshot.record_progress(&progress, None);
             let used = (*work).min(may(cpu.into(), 1));
-            if let Some(time) = &mut sharer.cpu {
+            if let Some(time) = &mut user.cpu {
                 *time += ROUND * u32::try_from(used).unwrap() / 1000;
             }
         }
-        let sharers: Vec<_> = hosts.iter().map(|host| host.sharer.again()).collect();
-        let shares = usage.share(config, &sharers, now);
+        let users: Vec<_> = hosts.iter().map(|host| host.user.again()).collect();
+        let shares = usage.share(config, &users, now);
         for (host, share) in hosts.iter_mut().zip(shares) {
-            host.sharer
-                .snapshot
-                .set_share(share, config.max_bandwidth.0);
+            host.user.snapshot.set_share(share, config.max_bandwidth.0);
         }
     }
 
-    impl Sharer {
+    impl BudgetUser {
         fn again(&self) -> Self {
             Self {
                 id: self.id,
@@ -512,7 +507,7 @@ mod tests {
             let mut now = Instant::now();
             let mut hosts: Vec<_> = (0..rng.u32(1..6))
                 .map(|id| Host {
-                    sharer: Sharer {
+                    user: BudgetUser {
                         id: Id(id),
                         snapshot: Snapshot {
                             weight: rng.u32(1..=1000),
@@ -541,18 +536,18 @@ mod tests {
                 now += ROUND;
                 round(&mut usage, &config, &mut hosts, now);
             }
-            let weights: u32 = hosts.iter().map(|host| host.sharer.snapshot.weight).sum();
-            let relays = || hosts.iter().filter(|host| host.sharer.cpu.is_some());
-            let of_relays: u32 = relays().map(|host| host.sharer.snapshot.weight).sum();
+            let weights: u32 = hosts.iter().map(|host| host.user.snapshot.weight).sum();
+            let relays = || hosts.iter().filter(|host| host.user.cpu.is_some());
+            let of_relays: u32 = relays().map(|host| host.user.snapshot.weight).sum();
             for host in &hosts {
-                let Snapshot { weight, share, .. } = host.sharer.snapshot;
+                let Snapshot { weight, share, .. } = host.user.snapshot;
                 let part = WHOLE * u64::from(weight) / u64::from(weights);
                 assert!(
                     share.bandwidth.abs_diff(part) <= 8,
                     "seed {seed}: {share:?} is not {part}"
                 );
                 // The use is rounded, and one session gets the remainder of a division.
-                let cores = match host.sharer.cpu {
+                let cores = match host.user.cpu {
                     Some(_) => 2000 * weight / of_relays,
                     None => 0,
                 };
@@ -584,7 +579,7 @@ mod tests {
     #[test]
     fn without_a_host_limit_each_session_keeps_its_own() {
         let own = Claim {
-            most: 7,
+            limit: 7,
             ..claim(100, 0, 0)
         };
         assert_eq!(divide(0, &[claim(100, 0, 0), own]), [0, 7]);

@@ -187,7 +187,7 @@ impl AgentCommands {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             listen: config.listen.clone(),
             is_ending: self.0.sessions.is_ending(),
-            under_way: self.0.sessions.under_way().len(),
+            under_way: self.0.sessions.running().len(),
             max_bandwidth: config.max_bandwidth.0,
             cpu_limit: config.cpu_limit,
             migrations: config.migrations,
@@ -204,8 +204,8 @@ impl AgentCommands {
 
     fn migrations(&self) -> Vec<MigrationRow> {
         let ended = self.0.sessions.ended();
-        let under_way = self.0.sessions.under_way();
-        let all = ended.iter().chain(&under_way);
+        let running = self.0.sessions.running();
+        let all = ended.iter().chain(&running);
         let now = Instant::now();
         all.map(|session| MigrationRow::of(session, now)).collect()
     }
@@ -213,7 +213,7 @@ impl AgentCommands {
     fn change(&self, arguments: &Value) -> Result<(Arc<Session>, Change), Refusal> {
         let change: Change = serde_json::from_value(arguments.clone())
             .map_err(|error| Refusal::generic(error.to_string()))?;
-        let mut sessions = self.0.sessions.under_way();
+        let mut sessions = self.0.sessions.running();
         sessions.retain(|session| session.subject.id == change.id);
         // A migration from this host to itself has two sessions with the same id: the outgoing one is chosen.
         sessions.sort_by_key(|session| session.subject.direction);

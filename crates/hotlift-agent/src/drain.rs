@@ -79,7 +79,7 @@ pub fn wait(agent: &Agent, (limit, last): (Duration, Duration)) {
     };
     let mut draining = Draining::new(Instant::now(), (limit, last));
     loop {
-        let (all, postcopies) = count(&sessions.under_way());
+        let (all, postcopies) = count(&sessions.running());
         match draining.next(Instant::now(), all, postcopies) {
             Step::Wait(time) => {
                 sessions.wait_until(time, |left| count(left) != (all, postcopies));
@@ -99,14 +99,14 @@ pub fn wait(agent: &Agent, (limit, last): (Duration, Duration)) {
             Step::Done => break,
         }
     }
-    for session in sessions.under_way() {
+    for session in sessions.running() {
         agent.ended(&session, Err(CarryError::Unsettled));
     }
 }
 
 /// Cancels all running sessions.
 pub fn cancel_all(agent: &Agent) {
-    for session in agent.sessions.under_way() {
+    for session in agent.sessions.running() {
         session.control.cancel();
     }
     agent.sessions.wake();
@@ -176,6 +176,6 @@ mod tests {
             agent.ended(&postcopy, Ok(None));
             waits.join().unwrap();
         });
-        assert_eq!(agent.sessions.under_way().len(), 0, "its end is in the log");
+        assert_eq!(agent.sessions.running().len(), 0, "its end is in the log");
     }
 }

@@ -126,7 +126,7 @@ fn migration(
     let progress = Progress::default();
     let on_source = |_: &SourceStream| progress.has_begun.store(true, Ordering::Release);
     let on_commit = || progress.is_committed.store(true, Ordering::Release);
-    let on_progress = |snapshot: &RelayProgress| session.note(snapshot);
+    let on_progress = |snapshot: &RelayProgress| session.record_progress(snapshot);
     let hooks = Hooks {
         on_source: Some(&on_source),
         on_commit: Some(&on_commit),
@@ -222,7 +222,7 @@ mod tests {
         let agent = agent("ports = \"49152-49152\"");
         let (stream, _other) = connection();
         run(&agent, Conversation::new(stream), &hello(Kind::Tunnel));
-        assert!(agent.sessions.under_way().is_empty());
+        assert!(agent.sessions.running().is_empty());
         let ended = agent.sessions.totals().ended;
         assert_eq!(
             ended.get(&["incoming", "tunnel", "failed"]),
@@ -244,6 +244,6 @@ mod tests {
             drop(announcer);
             until("it ends", || runs.is_finished());
         });
-        assert!(agent.sessions.under_way().is_empty());
+        assert!(agent.sessions.running().is_empty());
     }
 }

@@ -482,8 +482,8 @@ mod tests {
                 busy.sessions.add(&under_way).unwrap();
                 let (ended, _) = session(subject(id + 10, direction, kind));
                 busy.sessions.add(&ended).unwrap();
-                ended.follow(Status::Device);
-                ended.follow(Status::Completed);
+                ended.record_status(Status::Device);
+                ended.record_status(Status::Completed);
                 let report = (kind == Kind::Migration).then(RelayReport::default);
                 busy.ended(&ended, Ok(report));
             }
@@ -626,7 +626,7 @@ mod tests {
             let (migration, _) = session(subject(id, Direction::Outgoing, Kind::Migration));
             agent.sessions.add(&migration).unwrap();
             migration.has_method("zstd");
-            migration.note(&RelayProgress {
+            migration.record_progress(&RelayProgress {
                 elapsed: Duration::from_secs(1),
                 received_bytes: 300,
                 sent_bytes: 100,
@@ -671,11 +671,11 @@ mod tests {
         let agent = agent("");
         let (moved, _listener) = session(subject(1, Direction::Outgoing, Kind::Migration));
         agent.sessions.add(&moved).unwrap();
-        moved.follow(Status::Device);
+        moved.record_status(Status::Device);
         let under_way = "hotlift_migration_downtime_seconds{id=\"00000001\",direction=\"outgoing\"";
         let shown = text(&agent, Format::OpenMetrics);
         assert!(shown.contains(under_way), "{shown}");
-        moved.follow(Status::Completed);
+        moved.record_status(Status::Completed);
         let downtime = moved.snapshot().downtime.unwrap().as_secs_f64();
         agent.ended(&moved, Ok(Some(RelayReport::default())));
         let shown = text(&agent, Format::OpenMetrics);

@@ -103,7 +103,7 @@ fn migration(
             method: source.method.to_owned(),
         });
     };
-    let on_progress = |snapshot: &RelayProgress| session.note(snapshot);
+    let on_progress = |snapshot: &RelayProgress| session.record_progress(snapshot);
     let hooks = Hooks {
         on_source: Some(&on_source),
         on_progress: Some(&on_progress),

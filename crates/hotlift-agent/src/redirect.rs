@@ -228,7 +228,7 @@ impl<'a> Router<'a> {
         while self.waiting.take_first(is_over).is_some() {}
         let stays = |to: &SocketAddr, place: &AddressClasses| {
             let under_way = under_way(&self.sessions, *to);
-            place.kind().is_some() || under_way.is_some_and(|session| session.takes())
+            place.kind().is_some() || under_way.is_some_and(|session| session.accepts_connections())
         };
         places.retain(|to, place| stays(to, place));
         while let Some((one, since)) =

@@ -81,7 +81,7 @@ pub struct Rules {
     /// Ids of the configured `users` that exist on this host.
     pub users: Vec<u32>,
     /// Names of the configured `users` that do not exist on this host.
-    pub passed_over: Vec<String>,
+    pub unknown_users: Vec<String>,
 }
 
 /// Returns the nftables rules for `config`.
@@ -89,11 +89,11 @@ pub struct Rules {
 /// # Errors
 /// If none of the configured users exists on this host, or `id` cannot be run.
 pub fn rules(config: &Config) -> Result<Rules, RulesError> {
-    let (mut users, mut passed_over) = (Vec::new(), Vec::new());
+    let (mut users, mut unknown_users) = (Vec::new(), Vec::new());
     for user in &config.users {
         match user_id(user)? {
             Some(id) => users.push(id),
-            None => passed_over.push(user.clone()),
+            None => unknown_users.push(user.clone()),
         }
     }
     if users.is_empty() {
@@ -180,7 +180,7 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
     Ok(Rules {
         text,
         users,
-        passed_over,
+        unknown_users,
     })
 }
 
@@ -276,7 +276,7 @@ mod tests {
         let Rules {
             text,
             users,
-            passed_over,
+            unknown_users,
         } = rules(&config).unwrap();
         assert!(
             text.contains("meta skuid { 0, 4711 } tcp dport 49152-49215 redirect to :16521\n"),
@@ -284,7 +284,7 @@ mod tests {
         );
         assert!(text.starts_with("table inet hotlift_agent\ndelete table inet hotlift_agent\n"));
         assert_eq!(users, [0, 4711]);
-        assert_eq!(passed_over, ["no-such-user"]);
+        assert_eq!(unknown_users, ["no-such-user"]);
     }
 
     #[test]

@@ -159,7 +159,7 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
 /// Divides the bandwidth and cores four times a second, as long as sessions share them. Returns when the agent ends.
 fn share(agent: &Agent) {
     agent.share();
-    while agent.sessions.wait_for_sharers() && !agent.has_ended() {
+    while agent.sessions.wait_for_budget_users() && !agent.has_ended() {
         agent.share();
         thread::sleep(budget::ROUND);
     }
@@ -178,7 +178,7 @@ fn run_until_signal(agent: &Arc<Agent>, signals: &mut Signals) {
     let limit = agent.config().drain_limit.0;
     // One timeout for the cancelled sessions, and one for the end of the threads and the removal of the table.
     notify::notify(&notify::stopping(limit.saturating_add(2 * CANCEL_TIMEOUT)));
-    let count = agent.sessions.under_way().len();
+    let count = agent.sessions.running().len();
     let text = format!(
         "shuts down: accepts no new migrations, and waits up to {limit:?} for {count} running ones"
     );

@@ -124,7 +124,7 @@ impl Session {
             let (subject, snapshot, log) = (subject.clone(), Arc::clone(&snapshot), log.clone());
             move |event| {
                 if let MigrationEvent::Status(status) = event
-                    && lock(&snapshot).follow(status, Instant::now())
+                    && lock(&snapshot).record_status(status, Instant::now())
                 {
                     log.write(LogLevel::Info, &subject.line(status.name()));
                 }
@@ -151,8 +151,8 @@ impl Session {
 
     /// Records a state of the session's relay.
     #[cfg(test)]
-    pub fn follow(&self, status: Status) {
-        lock(&self.snapshot).follow(status, Instant::now());
+    pub fn record_status(&self, status: Status) {
+        lock(&self.snapshot).record_status(status, Instant::now());
     }
 
     /// Sets the name of the compression method for the snapshot.
@@ -175,9 +175,9 @@ impl Session {
     }
 
     /// Records a progress report of the session's relay. Logs the begin and the end of a stall.
-    pub fn note(&self, progress: &RelayProgress) {
+    pub fn record_progress(&self, progress: &RelayProgress) {
         let stall = self.control.stall();
-        let is_new = lock(&self.snapshot).note(progress, stall);
+        let is_new = lock(&self.snapshot).record_progress(progress, stall);
         match stall {
             _ if !is_new => {}
             Some(stall) => self.log(LogLevel::Warning, &stall.to_string()),
@@ -267,7 +267,7 @@ impl Session {
 
     /// Returns true if the session still accepts connections.
     #[must_use]
-    pub fn takes(&self) -> bool {
+    pub fn accepts_connections(&self) -> bool {
         let sender = lock(&self.sender);
         sender.as_ref().is_some_and(ConnectionSender::takes)
     }
@@ -320,7 +320,7 @@ mod tests {
         };
         for stall in [Some(stall), None] {
             session.control.set_stall(stall);
-            session.note(&RelayProgress::default());
+            session.record_progress(&RelayProgress::default());
             assert_eq!(session.snapshot().stall, stall.map(|stall| stall.kind));
             let row = crate::commands::MigrationRow::of(&session, Instant::now());
             assert_eq!(row.stall, stall.map(|stall| stall.to_string()));

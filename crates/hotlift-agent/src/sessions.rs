@@ -27,7 +27,7 @@ const OF_ONE_HOST: usize = 128;
 
 /// Limit of connections from one host that wait for the message `Source` of that host's agent, which follows soon. The value
 /// allows two migrations with the maximum of channels.
-const MAX_HELD: usize = 512;
+const MAX_WAITING_CONNECTIONS: usize = 512;
 
 /// Interval at which a waiting migration checks its source. Polling is necessary: no event reports the end of a connection with
 /// unread bytes.
@@ -42,10 +42,10 @@ pub struct Sessions {
 
 #[derive(Default)]
 struct SessionTable {
-    under_way: Vec<Arc<Session>>,
+    running: Vec<Arc<Session>>,
     /// Ended migrations, oldest first.
     ended: VecDeque<Arc<Session>>,
-    places: MigrationSlots,
+    slots: MigrationSlots,
     /// True if new sessions are refused.
     is_ending: bool,
     totals: Totals,
@@ -83,16 +83,16 @@ pub struct SlotGuard<'a>(&'a Sessions);
 
 impl Drop for SlotGuard<'_> {
     fn drop(&mut self) {
-        self.0.lock().places.taken -= 1;
+        self.0.lock().slots.taken -= 1;
         self.0.changed.notify_all();
     }
 }
 
-/// Checks that a session with the properties `subject` may start; `under_way` are the running sessions. Returns an error if the
+/// Checks that a session with the properties `subject` may start; `running` are the running sessions. Returns an error if the
 /// agent is ending, a limit is reached, or the session's id is in use.
 fn may_begin<'s>(
     subject: &SessionInfo,
-    under_way: impl Iterator<Item = &'s SessionInfo>,
+    running: impl Iterator<Item = &'s SessionInfo>,
     is_ending: bool,
 ) -> Result<(), CarryError> {
     let refused = |reason: &str| {
@@ -101,7 +101,7 @@ fn may_begin<'s>(
         })
     };
     let (mut all, mut of_this_host, mut is_there) = (0, 0, false);
-    for other in under_way.filter(|other| other.direction == subject.direction) {
+    for other in running.filter(|other| other.direction == subject.direction) {
         all += 1;
         of_this_host += usize::from(other.is_of_one_announcer(subject));
         is_there |= other.id == subject.id;
@@ -135,9 +135,9 @@ impl Sessions {
     /// If the agent is ending, a limit of sessions is reached, or the session's id is in use.
     pub fn add(&self, session: &Arc<Session>) -> Result<(), CarryError> {
         let mut all = self.lock();
-        let subjects = all.under_way.iter().map(|other| &other.subject);
+        let subjects = all.running.iter().map(|other| &other.subject);
         may_begin(&session.subject, subjects, all.is_ending)?;
-        all.under_way.push(Arc::clone(session));
+        all.running.push(Arc::clone(session));
         self.changed.notify_all();
         Ok(())
     }
@@ -147,14 +147,14 @@ impl Sessions {
     pub fn may_hold(&self, session: &Session) -> bool {
         let all = self.lock();
         let same = |other: &&Arc<Session>| other.subject.is_of_one_announcer(&session.subject);
-        let held = all.under_way.iter().filter(same).map(|other| other.held());
-        held.sum::<usize>() < MAX_HELD
+        let held = all.running.iter().filter(same).map(|other| other.held());
+        held.sum::<usize>() < MAX_WAITING_CONNECTIONS
     }
 
     /// Removes an ended session from the running sessions, and adds its traffic and outcome to the totals.
     pub fn remove(&self, session: &Arc<Session>) {
         let mut all = self.lock();
-        all.under_way.retain(|other| !Arc::ptr_eq(other, session));
+        all.running.retain(|other| !Arc::ptr_eq(other, session));
         all.totals.add(session);
         if session.subject.kind == Kind::Migration {
             all.ended.push_back(Arc::clone(session));
@@ -167,8 +167,8 @@ impl Sessions {
 
     /// Returns the running sessions, including those that wait for a slot.
     #[must_use]
-    pub fn under_way(&self) -> Vec<Arc<Session>> {
-        self.lock().under_way.clone()
+    pub fn running(&self) -> Vec<Arc<Session>> {
+        self.lock().running.clone()
     }
 
     /// Returns the last ended migrations, oldest first.
@@ -180,7 +180,7 @@ impl Sessions {
     /// Returns the first running session for which `fits` returns true.
     pub fn find(&self, fits: impl Fn(&Session) -> bool) -> Option<Arc<Session>> {
         let all = self.lock();
-        all.under_way.iter().find(|session| fits(session)).cloned()
+        all.running.iter().find(|session| fits(session)).cloned()
     }
 
     /// Returns the totals of all ended sessions.
@@ -192,7 +192,7 @@ impl Sessions {
     /// Returns the totals of ended sessions, and the running sessions. No session is in both, or in neither.
     pub fn snapshot(&self) -> (Totals, Vec<Arc<Session>>) {
         let all = self.lock();
-        (all.totals.clone(), all.under_way.clone())
+        (all.totals.clone(), all.running.clone())
     }
 
     /// Changes the totals for an event outside of sessions.
@@ -211,13 +211,13 @@ impl Sessions {
     ) -> Result<SlotGuard<'_>, CarryError> {
         let id = session.subject.id;
         let mut all = self.lock();
-        all.places.queue.push_back(id);
+        all.slots.queue.push_back(id);
         loop {
             let outcome = if session.control.is_cancelled() {
                 Some(Err(CarryError::Cancelled))
             } else if all.is_ending {
                 Some(Err(CarryError::Ending))
-            } else if all.places.take(id, most()) {
+            } else if all.slots.take(id, most()) {
                 // A free slot has precedence over `is_deserted`. Without a return path, QEMU closes its connections once the
                 // kernel has the last byte, and a small VM fits into the socket buffers.
                 Some(Ok(SlotGuard(self)))
@@ -227,7 +227,7 @@ impl Sessions {
                 None
             };
             if let Some(outcome) = outcome {
-                all.places.leave(id);
+                all.slots.leave(id);
                 self.changed.notify_all();
                 return outcome;
             }
@@ -259,17 +259,17 @@ impl Sessions {
     /// Waits for at most `time` until `condition` is true for the running sessions; returns true if it is.
     pub fn wait_until(&self, time: Duration, condition: impl Fn(&[Arc<Session>]) -> bool) -> bool {
         let all = self.lock();
-        let is_not = |all: &mut SessionTable| !condition(&all.under_way);
+        let is_not = |all: &mut SessionTable| !condition(&all.running);
         let waited = self.changed.wait_timeout_while(all, time, is_not);
         let (all, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        condition(&all.under_way)
+        condition(&all.running)
     }
 
     /// Waits until a session shares the bandwidth. Returns false once the agent is ending and no session shares it.
-    pub fn wait_for_sharers(&self) -> bool {
+    pub fn wait_for_budget_users(&self) -> bool {
         let mut all = self.lock();
         loop {
-            if all.under_way.iter().any(|session| session.shares_budget()) {
+            if all.running.iter().any(|session| session.shares_budget()) {
                 return true;
             }
             if all.is_ending {
@@ -308,10 +308,10 @@ mod tests {
 
     #[test]
     fn one_host_cannot_take_the_slots_of_others_or_of_outgoing_migrations() {
-        let mut under_way: Vec<SessionInfo> = Vec::new();
+        let mut running: Vec<SessionInfo> = Vec::new();
         let mut add = |subject: SessionInfo| {
-            let may = may_begin(&subject, under_way.iter(), false).is_ok();
-            under_way.extend(may.then_some(subject));
+            let may = may_begin(&subject, running.iter(), false).is_ok();
+            running.extend(may.then_some(subject));
             may
         };
         let of_one = u32::try_from(OF_ONE_HOST).unwrap();
@@ -329,21 +329,21 @@ mod tests {
     fn slots_are_given_in_order_and_never_exceed_the_limit() {
         for seed in 0..5000 {
             let mut rng = fastrand::Rng::with_seed(seed);
-            let mut places = MigrationSlots::default();
+            let mut slots = MigrationSlots::default();
             let (mut waits, mut most) = (VecDeque::new(), 2);
             for id in 0..60 {
                 match rng.u8(0..8) {
                     0..3 => {
-                        places.queue.push_back(Id(id));
+                        slots.queue.push_back(Id(id));
                         waits.push_back(Id(id));
                     }
                     // Any waiting migration may check at any time.
                     3..6 if !waits.is_empty() => {
                         let checked = waits[rng.usize(0..waits.len())];
-                        let before = places.taken;
+                        let before = slots.taken;
                         let is_next = checked == waits[0] && (most == 0 || before < most);
-                        assert_eq!(places.take(checked, most), is_next, "seed {seed}");
-                        assert_eq!(places.taken, before + u32::from(is_next));
+                        assert_eq!(slots.take(checked, most), is_next, "seed {seed}");
+                        assert_eq!(slots.taken, before + u32::from(is_next));
                         if is_next {
                             waits.pop_front();
                         }
@@ -351,24 +351,21 @@ mod tests {
                     // A cancel of a waiting migration.
                     6 if !waits.is_empty() => {
                         let left = waits.remove(rng.usize(0..waits.len())).unwrap();
-                        places.leave(left);
-                        assert!(!places.take(left, 0), "seed {seed}: it has gone");
+                        slots.leave(left);
+                        assert!(!slots.take(left, 0), "seed {seed}: it has gone");
                     }
                     7 => most = rng.u32(0..4),
-                    _ => places.taken = places.taken.saturating_sub(1),
+                    _ => slots.taken = slots.taken.saturating_sub(1),
                 }
             }
             // Each remaining migration gets a slot.
             most = 1;
-            places.taken = 0;
+            slots.taken = 0;
             while let Some(next) = waits.pop_front() {
-                assert!(
-                    places.take(next, most),
-                    "seed {seed}: {next} waits for ever"
-                );
-                places.taken -= 1;
+                assert!(slots.take(next, most), "seed {seed}: {next} waits for ever");
+                slots.taken -= 1;
             }
-            assert!(places.queue.is_empty(), "seed {seed}");
+            assert!(slots.queue.is_empty(), "seed {seed}");
         }
     }
 
@@ -382,7 +379,7 @@ mod tests {
         };
         let all = [of(1, "greedy"), of(2, "greedy"), of(3, "another")];
         let mut others = Vec::new();
-        for number in 0..MAX_HELD {
+        for number in 0..MAX_WAITING_CONNECTIONS {
             assert!(sessions.may_hold(&all[0].0), "{number} wait");
             let (stream, other) = admitted();
             all[number % 2].0.deliver(stream).unwrap();

@@ -115,7 +115,7 @@ impl Snapshot {
     }
 
     /// Records the relay's state `status` at `now`, and the guest's pause. Returns true if the session's state changed.
-    pub fn follow(&mut self, status: Status, now: Instant) -> bool {
+    pub fn record_status(&mut self, status: Status, now: Instant) -> bool {
         match status {
             Status::PreSwitchover | Status::Device => {
                 self.stopped.get_or_insert(now);
@@ -133,7 +133,7 @@ impl Snapshot {
     }
 
     /// Records a progress report and the relay's stall. Returns true if the kind of the stall changed.
-    pub fn note(&mut self, progress: &RelayProgress, stall: Option<Stall>) -> bool {
+    pub fn record_progress(&mut self, progress: &RelayProgress, stall: Option<Stall>) -> bool {
         let time = progress.elapsed.saturating_sub(self.progress.elapsed);
         if !time.is_zero() {
             let before = self.progress.sent_bytes;
@@ -240,7 +240,7 @@ mod tests {
         let after = |statuses: &[(u64, Status)]| {
             let mut snapshot = Snapshot::default();
             for (ms, status) in statuses {
-                snapshot.follow(*status, begun + Duration::from_millis(*ms));
+                snapshot.record_status(*status, begun + Duration::from_millis(*ms));
             }
             snapshot.downtime.map(|time| time.as_millis())
         };
@@ -267,7 +267,7 @@ mod tests {
         assert_eq!(names.iter().collect::<HashSet<_>>().len(), names.len());
         let mut snapshot = Snapshot::default();
         for status in Status::ALL {
-            let is_own = snapshot.follow(status, Instant::now());
+            let is_own = snapshot.record_status(status, Instant::now());
             assert_eq!(
                 is_own,
                 names[own.len() - 1..].contains(&status.name()),
@@ -293,7 +293,7 @@ mod tests {
                 sent_bytes,
                 ..RelayProgress::default()
             };
-            let is_new = snapshot.note(&progress, stall.map(stalled));
+            let is_new = snapshot.record_progress(&progress, stall.map(stalled));
             (snapshot.rate, is_new)
         };
         assert_eq!(note(500, 100, None), (200.0, false));
@@ -354,7 +354,7 @@ mod tests {
                     }
                     1..4 => snapshot.enter(State::Waiting),
                     4..7 => snapshot.enter(State::Connecting),
-                    _ => snapshot.follow(*rng.choice(&Status::ALL).unwrap(), now),
+                    _ => snapshot.record_status(*rng.choice(&Status::ALL).unwrap(), now),
                 };
                 assert_eq!(is_new, before != snapshot.state, "seed {seed}");
                 assert!(snapshot.paused_time(now) <= now - begun, "seed {seed}");

@@ -29,16 +29,16 @@ impl Progress {
     /// Returns true if a relay that has run for `age` must be cancelled, for one of two reasons:
     ///
     /// - The relay has not begun within `timeout`.
-    /// - The relay depends on the other agent (`follows`), which has disconnected (`is_there` is false), and the guest cannot
-    ///   run at the destination yet.
+    /// - The relay depends on the other agent (`depends_on_peer`), which has disconnected (`peer_connected` is false), and the
+    ///   guest cannot run at the destination yet.
     fn must_end(
         &self,
         age: Duration,
-        (timeout, follows): (Duration, bool),
-        is_there: bool,
+        (timeout, depends_on_peer): (Duration, bool),
+        peer_connected: bool,
     ) -> bool {
         let is_late = age > timeout && !self.has_begun.load(Ordering::Acquire);
-        is_late || follows && !is_there && !self.is_committed.load(Ordering::Acquire)
+        is_late || depends_on_peer && !peer_connected && !self.is_committed.load(Ordering::Acquire)
     }
 
     /// Returns the time until [`Self::must_end`] must be called again if no event occurs. `age` is how long the relay has run.
@@ -90,14 +90,14 @@ pub fn relay(
             })
             .map_err(CarryError::system("thread"))?;
         let begun = Instant::now();
-        let mut is_there = true;
+        let mut peer_connected = true;
         while !has_ended.load(Ordering::Acquire) {
             let age = begun.elapsed();
-            if progress.must_end(age, limits, is_there) && !control.is_cancelled() {
+            if progress.must_end(age, limits, peer_connected) && !control.is_cancelled() {
                 control.cancel();
             }
             let wait = progress.until_late(age, limits.0);
-            let waited = match is_there {
+            let waited = match peer_connected {
                 true => match conversation.receive::<Message>(Duration::ZERO) {
                     Ok(None) => wake_fd.wait_readable(conversation.stream(), wait),
                     Ok(Some(message)) => {
@@ -105,7 +105,7 @@ pub fn relay(
                         continue;
                     }
                     Err(_) => {
-                        is_there = false;
+                        peer_connected = false;
                         control.suspect_peer();
                         continue;
                     }
@@ -162,9 +162,11 @@ mod tests {
     fn a_relay_is_cancelled_at_its_limit_or_with_the_peer_agent_but_not_after_the_commit() {
         const MS: Duration = Duration::from_millis(1);
         let timeout = Duration::from_secs(150);
-        for follows in [false, true] {
+        for depends_on_peer in [false, true] {
             let progress = Progress::default();
-            let ends = |age, is_there| progress.must_end(age, (timeout, follows), is_there);
+            let ends = |age, peer_connected| {
+                progress.must_end(age, (timeout, depends_on_peer), peer_connected)
+            };
             assert!(!ends(timeout, true));
             assert!(ends(timeout + MS, true));
             assert_eq!(progress.until_late(timeout - MS, timeout), MS);
@@ -172,7 +174,7 @@ mod tests {
             progress.has_begun.store(true, Ordering::Release);
             assert_eq!(progress.until_late(MS, timeout), Duration::MAX);
             assert!(!ends(timeout * 100, true));
-            assert_eq!(ends(MS, false), follows);
+            assert_eq!(ends(MS, false), depends_on_peer);
             progress.is_committed.store(true, Ordering::Release);
             assert!(!ends(MS, false), "it may run there");
         }

@@ -48,15 +48,15 @@ impl CreatedTable {
         let Rules {
             text,
             users,
-            passed_over,
+            unknown_users,
         } = rules(config)?;
         let own = rustix::process::geteuid().as_raw();
         if let (true, Err(error)) = (users.contains(&own), try_mark()) {
             return Err(RulesError::NoMark(error));
         }
         make_counting(&text)?;
-        if !passed_over.is_empty() {
-            let names = passed_over.join(", ");
+        if !unknown_users.is_empty() {
+            let names = unknown_users.join(", ");
             let text = format!("not redirected, as this host lacks these users: {names}");
             log.write(LogLevel::Info, &text);
         }

@@ -91,7 +91,7 @@ pub fn carry_all(
             let now = Instant::now();
             if now >= report_at {
                 report_at = now + REPORT;
-                session.note(&carried.progress(session));
+                session.record_progress(&carried.progress(session));
             }
             let next =
                 end_silent(session, &mut ends, now).map_or(report_at, |at| at.min(report_at));
@@ -163,7 +163,7 @@ pub fn carry_all(
         }
         outcome
     });
-    session.note(&carried.progress(session));
+    session.record_progress(&carried.progress(session));
     outcome
 }
 
