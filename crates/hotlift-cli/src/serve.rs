@@ -95,7 +95,7 @@ pub struct ServeArgs {
 /// Result of one source's connection.
 enum SourceResult {
     /// The source was refused; another source may connect.
-    SentAway(CommandError),
+    Refused(CommandError),
     /// The source only compared the VMs; another source may connect.
     Compared,
     /// The migration of the source has ended.
@@ -192,7 +192,7 @@ impl Host<'_> {
             let rejected = match call.request {
                 Ok(hello) => match self.receive(&mut source, &hello, held) {
                     SourceResult::Over(outcome) => return outcome,
-                    SourceResult::SentAway(error) => error,
+                    SourceResult::Refused(error) => error,
                     SourceResult::Compared => {
                         warn!("hotlift: a source compared its VM with this one and sent no guest");
                         continue;
@@ -225,7 +225,7 @@ impl Host<'_> {
             Ok(destination) => destination,
             Err(error) => {
                 refuse(source, &error);
-                return SourceResult::SentAway(error.into());
+                return SourceResult::Refused(error.into());
             }
         };
         let vm = match self.compare(hello, &destination) {
@@ -237,11 +237,11 @@ impl Host<'_> {
                 return match outcome {
                     Ok(vm) => match source.send(&Answer::Compared { vm }) {
                         Ok(()) => SourceResult::Compared,
-                        Err(error) => SourceResult::SentAway(error.into()),
+                        Err(error) => SourceResult::Refused(error.into()),
                     },
                     Err(error) => {
                         refuse(source, &error);
-                        SourceResult::SentAway(error.into())
+                        SourceResult::Refused(error.into())
                     }
                 };
             }
