@@ -271,7 +271,7 @@ fn packets_larger_than_a_relays_buffers_are_refused() {
     assert_refused(&[case(
         "129 pages",
         &[&main, &channel],
-        "multifd-packet-size: the source has 528384 bytes",
+        "multifd-packet-size differs: the source has 528384 bytes",
     )]);
 }
 
