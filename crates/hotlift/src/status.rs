@@ -76,7 +76,7 @@ pub enum MigrationEvent {
     Status(Status),
     /// The dirty log was synced for the n-th time (`MIGRATION_PASS`). 1 is the start of the log, when all pages are dirty.
     Pass(u64),
-    /// The guest was stopped for the switchover (`STOP`).
+    /// The guest was stopped for the switchover (`STOP`). In a relay: the stream shows that the source has stopped its guest.
     Stopped,
     /// The guest was resumed at the source, or started at the destination (`RESUME`).
     Resumed,

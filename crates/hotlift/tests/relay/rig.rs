@@ -1,12 +1,13 @@
 //! Runs a source, relays and a destination in one process, connected by sockets.
 
 use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::relay::{Hooks, Incoming, Outgoing, Ownership, RelayReport, RelaySettings, relay};
 use hotlift::transport::Stream;
-use hotlift::{Address, Control, Listener, MigrationError, Options, Status};
+use hotlift::{Address, Control, Listener, MigrationError, MigrationEvent, Options, Status};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tempfile::TempDir;
 
@@ -25,6 +26,7 @@ pub type AsksOwnership = Box<dyn Fn() -> Ownership + Send + Sync>;
 pub struct Relay {
     pub address: Address,
     pub control: Control,
+    events: Arc<Mutex<Vec<MigrationEvent>>>,
     outcome: Receiver<Result<RelayReport, MigrationError>>,
     _folder: TempDir,
 }
@@ -62,7 +64,9 @@ impl Relay {
         ownership: Option<AsksOwnership>,
     ) -> Self {
         let (folder, listener, address) = listen(over_tcp);
-        let control = Control::new();
+        let events = Arc::new(Mutex::new(Vec::new()));
+        let seen = Arc::clone(&events);
+        let control = Control::watched(Box::new(move |event| seen.lock().unwrap().push(event)));
         let (sender, outcome) = channel();
         let (of_relay, to, settings) = (control.clone(), to.clone(), settings.clone());
         thread::spawn(move || {
@@ -78,15 +82,31 @@ impl Relay {
         Self {
             address,
             control,
+            events,
             outcome,
             _folder: folder,
         }
     }
 
-    /// Waits for the relay's result.
+    /// Waits for the relay's result. Asserts that a relay that has moved a guest reported the pause at the source once, before
+    /// the devices.
     pub fn outcome(self, what: &str) -> Result<RelayReport, MigrationError> {
         let outcome = self.outcome.recv_timeout(DEADLINE);
-        outcome.unwrap_or_else(|_| panic!("{what}: the relay hangs, or has panicked"))
+        let outcome =
+            outcome.unwrap_or_else(|_| panic!("{what}: the relay hangs, or has panicked"));
+        if outcome
+            .as_ref()
+            .is_ok_and(|report| report.passed_through.is_none())
+        {
+            let mut events = self.events.lock().unwrap().clone();
+            let (pause, device) = (
+                MigrationEvent::Stopped,
+                MigrationEvent::Status(Status::Device),
+            );
+            events.retain(|event| [pause, device].contains(event));
+            assert_eq!(events, [pause, device], "{what}");
+        }
+        outcome
     }
 
     /// Waits for the relay's end, and cancels it once it has rejected a connection. Returns its error and the reasons of

@@ -4,8 +4,8 @@ use std::io;
 use std::time::Duration;
 
 use hotlift_net::transport::TransportError;
-use hotlift_wire::main_channel::PageContent;
 use hotlift_wire::main_channel::postcopy::asks_for_loaded_devices;
+use hotlift_wire::main_channel::{Command, PageContent};
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::ends::stream_source::device_state::{await_release, hand_over, report_run};
@@ -18,7 +18,7 @@ use crate::life::threads::{DetachableThread, OnPanic};
 use crate::pipe::hooks::Hooks;
 use crate::pipe::session::{Session, WaitCheck};
 use crate::pipe::sink::{Opening, Postcopy};
-use crate::status::Status;
+use crate::status::{MigrationEvent, Status};
 use crate::stream::main_channel::{Action, EOF, EndCause, MainChannel, Step, unexpected};
 use crate::stream::main_recv::{MainInput, WaitCondition};
 use crate::stream::return_path::encode;
@@ -43,6 +43,8 @@ struct Relay<'a> {
     upstream: &'a Upstream,
     setup: &'a Setup,
     pages: MainPages<'a>,
+    /// True once the stream has shown that the source has paused its guest.
+    is_paused: bool,
     /// True once postcopy has begun.
     switched: bool,
     /// True once this relay has connected a preempt channel to the peer, or has tried to.
@@ -84,6 +86,7 @@ impl<'a> MainReader<'a> {
                     upstream.source.multifd.is_empty(),
                     &upstream.pending_requests,
                 ),
+                is_paused: false,
                 switched: false,
                 preempt_is_known: false,
                 yielding: DetachableThread::default(),
@@ -193,19 +196,27 @@ impl Relay<'_> {
                 self.pages.submit();
                 session.sink.section_end()?;
             }
+            Action::LastSection => self.source_paused(),
             Action::RamEnd { is_sync_point } => self.ram_end(is_sync_point)?,
             Action::Pong(value) => {
                 let pong = encode(&[ReturnMessage::Pong(value)]);
                 self.upstream.answer(&pong);
             }
-            Action::Command(command) => session.sink.command(command)?,
+            Action::Command(command) => {
+                if command == Command::SwitchoverStart {
+                    self.source_paused();
+                }
+                session.sink.command(command)?;
+            }
             Action::Early(section) => session.sink.early_section(&section)?,
             Action::Preempt => self.make_preempt()?,
             Action::Discard { .. } => {
+                self.source_paused();
                 self.switch(further)?;
                 postcopy(session)?.raw(bytes)?;
             }
             Action::Package(length) => {
+                self.source_paused();
                 self.switch(further)?;
                 session.control.set_status(Status::Device);
                 postcopy(session)?.begin_package(length)?;
@@ -277,6 +288,13 @@ impl Relay<'_> {
                 Ok(())
             }
             (_, content) => self.pages.add(block, offset, content),
+        }
+    }
+
+    /// Reports, once, that the source has paused its guest.
+    fn source_paused(&mut self) {
+        if !std::mem::replace(&mut self.is_paused, true) {
+            self.session.control.report(MigrationEvent::Stopped);
         }
     }
 

@@ -156,6 +156,8 @@ pub(crate) enum Action<'a> {
     SyncPoint,
     /// A RAM section has ended that is not the last one.
     SectionEnd,
+    /// For a relay: the last section of RAM begins, so the source has paused its guest. Not in postcopy.
+    LastSection,
     /// RAM has ended, with or without a sync point.
     RamEnd {
         is_sync_point: bool,

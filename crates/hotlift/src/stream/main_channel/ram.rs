@@ -32,7 +32,10 @@ impl MainChannel {
             MainEvent::SectionStart { kind, .. } if kind != SectionKind::Full => {
                 self.section = Some(kind);
                 self.flushed = false;
-                Action::Nothing
+                match kind {
+                    SectionKind::End if !is_guest && !self.has_begun() => Action::LastSection,
+                    _ => Action::Nothing,
+                }
             }
             MainEvent::MultifdFlush => {
                 self.flushed = true;

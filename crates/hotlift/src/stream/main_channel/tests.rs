@@ -585,6 +585,12 @@ fn recorded_streams_are_passed_on_unchanged() {
             let blocks = brought(&case, case.bytes.len()).0.decoder.blocks().to_vec();
             assert_eq!(1 + points, syncs(case.name, &blocks), "{}", case.name);
         }
+        // The stream shows the pause of the source's guest once, before the last pages.
+        let shows = |kind| seen.iter().position(|(one, _)| one.is(&[kind]));
+        let (pause, ram_end) = (shows("LastSection"), shows("RamEnd"));
+        assert!(pause.is_some() && pause < ram_end, "{}", case.name);
+        let pauses = seen.iter().filter(|(one, _)| one.is(&["LastSection"]));
+        assert_eq!(pauses.count(), 1, "{}", case.name);
         // EOF and the description are left for the commit.
         assert_eq!(case.bytes[end..][..2], [EOF, 6], "{}", case.name);
         let each = |step: usize| (1..case.bytes.len()).step_by(step);
