@@ -123,6 +123,9 @@ impl Session {
         let watcher = {
             let (subject, snapshot, log) = (subject.clone(), Arc::clone(&snapshot), log.clone());
             move |event| {
+                if event == MigrationEvent::Stopped {
+                    lock(&snapshot).record_pause(Instant::now());
+                }
                 if let MigrationEvent::Status(status) = event
                     && lock(&snapshot).record_status(status, Instant::now())
                 {

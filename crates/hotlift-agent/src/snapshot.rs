@@ -92,9 +92,10 @@ pub struct Snapshot {
     pub method: &'static str,
     /// Time at which the guest was paused; `None` while the guest runs.
     pub(crate) stopped: Option<Instant>,
-    /// Length of the guest's pause; `None` until the guest runs at the destination. The pause starts when the relay sees the
-    /// first device state. The pause ends when the destination reports that the guest runs; in postcopy, when the destination
-    /// has all that the guest needs to run.
+    /// Length of the guest's pause; `None` until the guest runs at the destination. The pause starts when the stream shows it to
+    /// the relay: by SWITCHOVER_START, the last section of RAM, a command of postcopy, or the first device state. A source with
+    /// multifd sends the last section after the last dirty pages. The pause ends when the destination reports that the guest
+    /// runs; in postcopy, when the data that the guest needs to run is on its way.
     pub downtime: Option<Duration>,
     /// Duration of the session; `None` before its end.
     pub took: Option<Duration>,
@@ -114,12 +115,17 @@ impl Snapshot {
         is_new
     }
 
+    /// Records that the stream shows the guest's pause at `now`.
+    pub fn record_pause(&mut self, now: Instant) {
+        if self.downtime.is_none() {
+            self.stopped.get_or_insert(now);
+        }
+    }
+
     /// Records the relay's state `status` at `now`, and the guest's pause. Returns true if the session's state changed.
     pub fn record_status(&mut self, status: Status, now: Instant) -> bool {
         match status {
-            Status::PreSwitchover | Status::Device => {
-                self.stopped.get_or_insert(now);
-            }
+            Status::PreSwitchover | Status::Device => self.record_pause(now),
             Status::PostcopyActive | Status::Completed => {
                 let stopped = self.stopped.take();
                 let downtime = stopped.map(|at| now.saturating_duration_since(at));
@@ -257,6 +263,25 @@ mod tests {
             None,
             "no relay saw it"
         );
+    }
+
+    #[test]
+    fn downtime_begins_where_the_stream_first_shows_the_pause() {
+        let begun = Instant::now();
+        let at = |ms| begun + Duration::from_millis(ms);
+        let mut snapshot = Snapshot::default();
+        snapshot.record_status(Status::Active, at(0));
+        snapshot.record_pause(at(10));
+        assert_eq!(snapshot.paused_time(at(12)), 2 * MS);
+        snapshot.record_status(Status::Device, at(15));
+        snapshot.record_status(Status::Completed, at(17));
+        snapshot.record_pause(at(20));
+        assert_eq!(snapshot.paused_time(at(30)), 7 * MS);
+        assert_eq!(snapshot.downtime, Some(7 * MS));
+        let mut failed = Snapshot::default();
+        failed.record_pause(at(10));
+        failed.record_status(Status::Failed, at(15));
+        assert_eq!((failed.downtime, failed.stopped), (None, None));
     }
 
     #[test]
