@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use crate::agent::Agent;
 use crate::config::Plaintext;
+use crate::downtimes::Downtimes;
 use crate::messages::{Id, Kind};
 use crate::missed_packets::MissedPackets;
 use crate::redirect_check::LastCheck;
@@ -51,6 +52,9 @@ pub struct AgentInfo {
     pub completed: u64,
     /// Number of failed and cancelled migrations since the agent's start.
     pub failed: u64,
+    /// Percentiles of the downtimes of the latest migrations; `None` from an agent that does not compute them.
+    #[serde(default)]
+    pub downtime: Option<Downtimes>,
     /// Number of refused connections and migrations since the agent's start.
     pub refusals: u64,
     /// Number of failed TLS handshakes since the agent's start.
@@ -193,6 +197,7 @@ impl AgentCommands {
             migrations: config.migrations,
             completed: ended(true),
             failed: ended(false),
+            downtime: Some(totals.downtimes()),
             refusals: totals.refusals,
             tls_failures: totals.tls_failures,
             plaintext: Some(config.plaintext),

@@ -21,7 +21,8 @@
 //! | `session`, `sessions` | one migration; all migrations, concurrency limits and totals |
 //! | `budget` | shares of bandwidth and cores |
 //! | `commands`, `log`, `notify` | the control socket, the journal, systemd |
-//! | `totals`, `metrics`, `http` | counters of all sessions; the metrics; the HTTP server for Prometheus |
+//! | `totals`, `downtimes` | counters of all sessions; percentiles of the latest downtimes |
+//! | `metrics`, `http` | the metrics; the HTTP server for Prometheus |
 //!
 //! Each migration is a relay ([`hotlift::relay`]) with its own threads, as in `hotlift relay`. The relay decides which host
 //! owns the guest; the agent never does. If the agent is killed, its migrations fail.
@@ -35,6 +36,7 @@ pub mod commands;
 pub mod config;
 mod critical_threads;
 mod dial;
+pub mod downtimes;
 mod drain;
 pub mod error;
 #[cfg(test)]

@@ -458,6 +458,7 @@ mod tests {
     use hotlift_testkit::skip;
 
     use super::*;
+    use crate::downtimes::Downtimes;
     use crate::fixture::{agent, session, subject};
     use crate::session::Direction;
 
@@ -686,5 +687,38 @@ mod tests {
             assert!(shown.contains(&line), "{line} is missing in\n{shown}");
         }
         assert!(!shown.contains(under_way), "{shown}");
+        let histogram = "hotlift_agent_migration_downtime_seconds_bucket{le=\"";
+        let of_outgoing = |line: &str| {
+            let (bound, rest) = line.strip_prefix(histogram)?.split_once('"')?;
+            let is_outgoing = rest.contains("direction=\"outgoing\"");
+            is_outgoing.then(|| bound.to_owned())
+        };
+        let bounds: Vec<_> = shown.lines().filter_map(of_outgoing).collect();
+        let expected = "0.01 0.02 0.05 0.1 0.2 0.3 0.5 1.0 2.0 5.0 10.0 +Inf";
+        assert_eq!(bounds.join(" "), expected, "{shown}");
+    }
+
+    #[test]
+    fn a_migration_of_unknown_downtime_is_in_no_percentile_and_no_histogram() {
+        let agent = agent("");
+        let ended = |id, statuses: &[Status], outcome| {
+            let (migration, _listener) = session(subject(id, Direction::Incoming, Kind::Migration));
+            agent.sessions.add(&migration).unwrap();
+            for status in statuses {
+                migration.record_status(*status);
+            }
+            agent.ended(&migration, outcome);
+        };
+        let completed = || Ok(Some(RelayReport::default()));
+        ended(1, &[Status::Active, Status::Completed], completed());
+        let lost = Err(crate::error::CarryError::Silent);
+        ended(2, &[Status::Device, Status::Failed], lost);
+        assert_eq!(agent.sessions.totals().downtimes(), Downtimes::default());
+        ended(3, &[Status::Device, Status::Completed], completed());
+        let Downtimes { incoming, outgoing } = agent.sessions.totals().downtimes();
+        assert_eq!((incoming.migrations, outgoing.migrations), (1, 0));
+        assert!(incoming.p50_seconds.is_some() && incoming.p50_seconds == incoming.max_seconds);
+        let count = "hotlift_agent_migration_downtime_seconds_count{direction=\"incoming\"}";
+        assert_eq!(samples(&text(&agent, Format::Text))[count], 1.0);
     }
 }

@@ -6,6 +6,7 @@ use hotlift::Status;
 use hotlift_methods::METHODS;
 use prometheus_client::metrics::histogram::Histogram;
 
+use crate::downtimes::{Downtimes, LatestDowntimes};
 use crate::messages::Kind;
 use crate::session::{Direction, Session};
 use crate::snapshot::{ENDS, Snapshot, State};
@@ -31,7 +32,7 @@ const DURATIONS: [f64; 11] = [
 ];
 
 /// Upper bounds of the downtime histogram, in seconds; finer around QEMU's default limit of 0.3 s.
-const DOWNTIMES: [f64; 10] = [0.01, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0];
+const DOWNTIMES: [f64; 11] = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0];
 
 /// One count for each value of a label.
 pub type Counts = BTreeMap<String, f64>;
@@ -72,6 +73,8 @@ pub struct Totals {
     pub downtime_seconds: Counts,
     /// Number of the downtimes in `downtimes`, by direction.
     pub downtime_count: Counts,
+    /// The latest of the downtimes in `downtimes`, by direction.
+    latest_downtimes: BTreeMap<Direction, LatestDowntimes>,
     /// Refused connections and migrations.
     pub refusals: u64,
     /// Failed TLS handshakes.
@@ -99,6 +102,7 @@ impl Default for Totals {
             downtimes: histograms(&DOWNTIMES),
             downtime_seconds: zeros(directions()),
             downtime_count: zeros(directions()),
+            latest_downtimes: BTreeMap::new(),
             refusals: 0,
             tls_failures: 0,
         }
@@ -121,13 +125,29 @@ impl Totals {
             durations.observe(took.as_secs_f64());
         }
         if snapshot.report.is_some()
-            && let Some(downtime) = snapshot.downtime.map(|time| time.as_secs_f64())
+            && let Some(downtime) = snapshot.downtime
         {
+            let latest = self.latest_downtimes.entry(subject.direction);
+            latest.or_default().add(downtime);
+            let downtime = downtime.as_secs_f64();
             if let Some(downtimes) = self.downtimes.get(direction) {
                 downtimes.observe(downtime);
             }
             add(&mut self.downtime_seconds, direction, downtime);
             add(&mut self.downtime_count, direction, 1.0);
+        }
+    }
+
+    /// Returns the percentiles of the latest downtimes.
+    #[must_use]
+    pub fn downtimes(&self) -> Downtimes {
+        let figures = |direction| {
+            let latest = self.latest_downtimes.get(&direction);
+            latest.map(LatestDowntimes::figures).unwrap_or_default()
+        };
+        Downtimes {
+            outgoing: figures(Direction::Outgoing),
+            incoming: figures(Direction::Incoming),
         }
     }
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use hotlift_agent::commands::{AgentInfo, MigrationRow};
 use hotlift_agent::config::{CONFIG_FILE, Config, Plaintext};
+use hotlift_agent::downtimes::{DowntimeFigures, Downtimes};
 use hotlift_agent::error::AgentError;
 use hotlift_agent::messages::{Id, Kind};
 use hotlift_agent::session::Direction;
@@ -29,7 +30,8 @@ pub enum AgentCommand {
     Check(ConfigArgs),
     /// Print the nftables table that the agent installs, for use in your own ruleset; or remove the table
     Rules(RulesArgs),
-    /// Show the state of the agent, its limits of bandwidth and CPU time, and the totals of its migrations
+    /// Show the state of the agent, its limits of bandwidth and CPU time, the totals of its migrations, and the downtime of the
+    /// latest ones as its relays measured it
     Status(AskArgs),
     /// List the running migrations, and the migrations that ended last
     List(AskArgs),
@@ -194,6 +196,10 @@ fn status(info: &AgentInfo) -> String {
         Some(Plaintext::Allow) => "allowed",
         None => "not reported by this agent",
     };
+    let downtime = |of: fn(&Downtimes) -> DowntimeFigures| match &info.downtime {
+        Some(downtimes) => percentiles(&of(downtimes)),
+        None => "not reported by this agent".to_owned(),
+    };
     let past: Vec<_> = info
         .past_redirect
         .iter()
@@ -211,7 +217,7 @@ fn status(info: &AgentInfo) -> String {
         false => past.join("; "),
     };
     let last_check = match &info.last_check {
-        None => "none since the start ('hotlift agent check', as root)".to_owned(),
+        None => "none since the start ('hotlift agent check' as root)".to_owned(),
         Some(check) => match check.found.problems.len() {
             0 => format!("{}: no problem found", check.at),
             count => format!("{}: problems found: {count}", check.at),
@@ -227,6 +233,8 @@ fn status(info: &AgentInfo) -> String {
         row("outgoing at once", or_unlimited(most)),
         row("completed", info.completed.to_string()),
         row("failed", info.failed.to_string()),
+        row("downtime, outgoing", downtime(|of| of.outgoing)),
+        row("downtime, incoming", downtime(|of| of.incoming)),
         row("refused", info.refusals.to_string()),
         row("TLS failures", info.tls_failures.to_string()),
         row("plaintext", plaintext.to_owned()),
@@ -240,6 +248,21 @@ fn status(info: &AgentInfo) -> String {
         }
     }
     text
+}
+
+/// Returns the percentiles as text, with the number of migrations that they are of.
+fn percentiles(figures: &DowntimeFigures) -> String {
+    let DowntimeFigures {
+        migrations,
+        p50_seconds: Some(p50),
+        p95_seconds: Some(p95),
+        max_seconds: Some(max),
+    } = figures
+    else {
+        return "no migration with a known downtime".to_owned();
+    };
+    let [p50, p95, max] = [p50, p95, max].map(|seconds| seconds * 1e3);
+    format!("p50 {p50:.0} ms, p95 {p95:.0} ms, max {max:.0} ms, of {migrations}")
 }
 
 fn list(rows: &[MigrationRow]) -> String {
@@ -313,5 +336,46 @@ mod tests {
             text.ends_with("\n1a2b3c4d: 192.0.2.2 silent for 12 s"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn the_status_shows_the_downtime_of_each_direction_in_80_columns() {
+        let mut answer = serde_json::json!({
+            "version": "0.1.0", "listen": "any:16520", "is-ending": false, "under-way": 0, "max-bandwidth": 0,
+            "cpu-limit": 0.0, "migrations": 0, "completed": 312, "failed": 0, "refusals": 0, "tls-failures": 0,
+        });
+        let status = |answer: &Value| {
+            let info: AgentInfo = serde_json::from_value(answer.clone()).unwrap();
+            let text = super::status(&info);
+            assert!(
+                text.lines().all(|line| line.chars().count() <= 80),
+                "{text}"
+            );
+            text
+        };
+        let older = status(&answer);
+        assert_eq!(
+            older.matches("not reported by this agent").count(),
+            3,
+            "{older}"
+        );
+        let slow = json!({ "migrations": 100, "p50-seconds": 0.0306, "p95-seconds": 1.25, "max-seconds": 98.7654 });
+        let none = json!({ "migrations": 0, "p50-seconds": null, "p95-seconds": null, "max-seconds": null });
+        answer["downtime"] = json!({ "outgoing": slow, "incoming": none });
+        let text = status(&answer);
+        let row = |name| text.lines().find(|line| line.contains(name)).unwrap();
+        let outgoing = row("downtime, outgoing");
+        assert!(
+            outgoing.contains("p50 31 ms, p95 1250 ms, max 98765 ms, of 100"),
+            "{text}"
+        );
+        let incoming = row("downtime, incoming");
+        assert!(
+            incoming.contains("no migration with a known downtime"),
+            "{text}"
+        );
+        let again =
+            serde_json::to_value(serde_json::from_value::<AgentInfo>(answer.clone()).unwrap());
+        assert_eq!(again.unwrap()["downtime"], answer["downtime"]);
     }
 }

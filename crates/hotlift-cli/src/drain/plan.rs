@@ -307,6 +307,7 @@ mod tests {
             migrations,
             completed: 0,
             failed: 0,
+            downtime: None,
             refusals: 0,
             tls_failures: 0,
             plaintext: Some(Plaintext::Refuse),

@@ -330,6 +330,20 @@ fn an_unchanged_migrate_command_goes_through_the_agents() {
     ] {
         assert!(metrics.contains(line), "{line} is missing in\n{metrics}");
     }
+    for (host, direction) in [(&source, "outgoing"), (&destination, "incoming")] {
+        let status = until(
+            || format!("the downtime of six {direction} migrations is known"),
+            || {
+                let status = host.ask(&["status"]);
+                let is_known = status["downtime"][direction]["migrations"] == 6;
+                is_known.then_some(status)
+            },
+        );
+        let downtime = &status["downtime"][direction];
+        let seconds = |name: &str| downtime[name].as_f64().expect("seconds");
+        let [p50, p95, max] = ["p50-seconds", "p95-seconds", "max-seconds"].map(seconds);
+        assert!(0.0 < p50 && p50 <= p95 && p95 == max, "{status}");
+    }
     let (here, there) = (source.end(), destination.end());
     for (output, direction) in [(&here, "outgoing"), (&there, "incoming")] {
         let over = output.lines().filter(|line| {
