@@ -636,7 +636,7 @@ fn a_configuration_is_reloaded_and_a_bad_one_changes_nothing() {
     fs::write(&file, "max-bandwidth = 5\n").expect("a file");
     source.agent.signal(Signal::HUP);
     let line = source.agent.wait_for("is unchanged");
-    assert!(line.contains("agent.toml line 1: max-bandwidth"), "{line}");
+    assert!(line.contains("agent.toml line 1, max-bandwidth"), "{line}");
     assert_eq!(source.ask(&["status"])["max-bandwidth"], 5 << 20);
     let text = text(
         &source.folder,
@@ -833,7 +833,7 @@ fn a_bad_configuration_is_named_with_its_line_by_agent_check() {
     fs::write(&file, "# nothing\nplaintext = \"perhaps\"\n").expect("a file");
     let (code, output) = check();
     assert_eq!(code, Some(1), "{output}");
-    assert!(output.contains("agent.toml line 2: plaintext"), "{output}");
+    assert!(output.contains("agent.toml line 2, plaintext"), "{output}");
     assert!(output.contains("`allow` or `refuse`"), "{output}");
     let pki = Pki::new();
     let good = format!("tls = \"{}\"\n", pki.host("a.example").display());
