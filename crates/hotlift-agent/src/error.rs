@@ -30,7 +30,7 @@ pub enum AgentError {
     Tls(#[source] Box<TlsSetupError>),
     /// With the agent's certificates, handshakes with other agents would fail.
     #[error(
-        "the certificates in {0} have {count} {problems}, listed above; 'hotlift certs show --dir {0}' lists all",
+        "the certificates in {0} have {count} {problems}, listed above; 'hotlift certs show --dir {0}' lists all certificates",
         dir.display(),
         problems = problems(*count)
     )]

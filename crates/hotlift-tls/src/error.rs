@@ -82,7 +82,7 @@ pub enum CredentialsError {
     },
     /// The key does not match the certificate.
     #[error(
-        "{} and {} do not match; the key belongs to another certificate than the first one in that file",
+        "the first certificate in {} and the key in {} do not match; the key belongs to another certificate",
         certificate.display(),
         key.display()
     )]

@@ -148,7 +148,7 @@ pub static OPTIONS: &[OptionInfo] = &[
             ),
             NotFor::any(
                 &[Role::Migrate, Role::Save],
-                "it has no monitor; the source's QEMU sends its states at its own",
+                "it has no monitor; the source's QEMU sends its states on its own monitor",
             ),
         ],
         ..capability("events", plain!(Switch, events))

@@ -616,7 +616,7 @@ fn relays() -> Vec<Row> {
     let main = Channel::Main;
     let mismatch = MigrationError::Mismatch {
         what: "multifd-channels".to_owned(),
-        source_has: "a channel with id 2".to_owned(),
+        source_has: "at least 3 channels".to_owned(),
         destination_has: "2 channels".to_owned(),
     };
     vec![

@@ -192,7 +192,7 @@ impl Expected<'_> {
         if packet.id >= count {
             return Err(MigrationError::Mismatch {
                 what: "multifd-channels".to_owned(),
-                source_has: format!("a channel with id {}", packet.id),
+                source_has: format!("at least {} channels", u16::from(packet.id) + 1),
                 destination_has: format!("{count} channels"),
             });
         }
