@@ -53,9 +53,9 @@ impl Guest {
         Arc::clone(SHARED.get_or_init(|| Arc::new(Self::Program(new(64 << 20, 32 << 20, 500)))))
     }
 
-    /// Returns the same, which writes at its rate even on a busy host.
+    /// Returns the same, which writes at its rate even on a busy host, and to 4 MiB only, so that rounds resend the same pages.
     pub fn program_that_keeps_its_rate() -> Arc<Self> {
-        Arc::new(Self::with(64 << 20, 32 << 20, 500))
+        Arc::new(Self::with(64 << 20, 4 << 20, 500))
     }
 
     /// Returns the program in `ram_bytes`, writing `rate` pages per second to part of it, even on a busy host.

@@ -96,8 +96,7 @@ const EXPLORING: u64 = 16;
 const CLOSE: f64 = 1.3;
 
 /// Maximum encoding time of a candidate that may be tried, relative to the CPU time of all threads while the wire sends a
-/// packet. Without
-/// this maximum, such tries took a tenth of the time of a migration of 512 MiB over a link of unlimited bandwidth.
+/// packet. Without this maximum, such tries took a tenth of the time of a migration of 512 MiB over an unlimited link.
 const TOO_SLOW: f64 = 2.0;
 
 /// Maximum compressed size, as a fraction of the original size, of content that is worth compressing. Above it, content is sent
